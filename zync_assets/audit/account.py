@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake.check_results import TopicPartition
 from zync_assets.lake.parquet_rows import FileOffsets, RecentCache, difference, distinct, integers, read_columns
 from zync_assets.lake.raw_files import DROPPED as DROPPED_STAGE
 from zync_assets.lake.raw_files import LOSS, RANGE_STAGES
@@ -38,7 +39,7 @@ _COMPLETED = len(CLASSES)
 
 
 @dataclass(frozen=True)
-class Facts:
+class LedgerEntries:
     """The ledger entries of one input partition.
 
     ``first``, ``end`` and ``kind`` are parallel arrays, sorted by ``first``, with one entry per range or pending record.
@@ -97,9 +98,6 @@ class Facts:
             yield f"offset {stray[0]} was completed and never pending"
 
 
-Place = tuple[str, int]
-"""Input topic and partition."""
-
 _Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 """first, end, kind"""
 
@@ -108,15 +106,15 @@ _Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
 class _LedgerFile:
     """The contents of one ledger file.
 
-    ``places``: place → sorted entries (first, end, kind); ``ended``: place → offsets, as in ``Facts``; ``waiting``: the
+    ``places``: place → sorted entries (first, end, kind); ``ended``: place → offsets, as in ``LedgerEntries``; ``waiting``: the
     file's change of the number of pending records;
     ``counted``: (place, class) → the sum of the entries' counts, None if an entry has no count.
     """
 
-    places: Mapping[Place, _Entries]
-    ended: Mapping[Place, np.ndarray]
+    places: Mapping[TopicPartition, _Entries]
+    ended: Mapping[TopicPartition, np.ndarray]
     waiting: Counter[tuple[str, str]]
-    counted: Mapping[tuple[Place, str], int | None]
+    counted: Mapping[tuple[TopicPartition, str], int | None]
 
 
 _CACHED = 6_000_000
@@ -128,13 +126,13 @@ _cache: RecentCache[str, dict[_Mark, _LedgerFile]] = RecentCache(_CACHED)
 """Place of a staging table → its ledger files → their contents."""
 
 
-Counted = Mapping[tuple[Place, str], "int | None"]
+Counted = Mapping[tuple[TopicPartition, str], "int | None"]
 """(input topic and partition, class) → how many records of the class the ledger counts; None where it does not say."""
 
 
-def read_facts(
+def read_entries(
     state: StagingState, *, cached: bool = False
-) -> tuple[dict[Place, Facts], Counter[tuple[str, str]], Counted]:
+) -> tuple[dict[TopicPartition, LedgerEntries], Counter[tuple[str, str]], Counted]:
     """The facts by (input topic, partition), how many records wait by (rule, input topic), and how many there are of the
     classes whose entries count them. Raises DamagedFile.
 
@@ -146,10 +144,10 @@ def read_facts(
     each = {mark: before.get(mark) or _read(uri) for mark, uri in marks.items()}
     if cached:
         _cache.put(state.table.uri, each, sum(item.records for item in state.ledger_files))
-    parts: dict[Place, list[_Entries]] = {}
-    ended: dict[Place, list[np.ndarray]] = defaultdict(list)
+    parts: dict[TopicPartition, list[_Entries]] = {}
+    ended: dict[TopicPartition, list[np.ndarray]] = defaultdict(list)
     waiting: Counter[tuple[str, str]] = Counter()
-    counted: dict[tuple[Place, str], int | None] = {}
+    counted: dict[tuple[TopicPartition, str], int | None] = {}
     for file in each.values():
         for place, offsets in file.ended.items():
             ended[place].append(offsets)
@@ -176,10 +174,10 @@ def _mark(uri: str, path: str) -> _Mark:
     return path, info.size, info.mtime_ns
 
 
-def _facts(first: np.ndarray, end: np.ndarray, kind: np.ndarray, ended: np.ndarray) -> Facts:
+def _facts(first: np.ndarray, end: np.ndarray, kind: np.ndarray, ended: np.ndarray) -> LedgerEntries:
     done_late = kind >= _COMPLETED
     became = np.where(kind[done_late] == _COMPLETED, DONE, DROPPED).astype(np.uint8)
-    return Facts(first[~done_late], end[~done_late], kind[~done_late], first[done_late], became, ended)
+    return LedgerEntries(first[~done_late], end[~done_late], kind[~done_late], first[done_late], became, ended)
 
 
 def _sorted(parts: Sequence[_Entries]) -> _Entries:
@@ -194,10 +192,10 @@ def _sorted(parts: Sequence[_Entries]) -> _Entries:
 
 
 def _read(uri: str) -> _LedgerFile:
-    parts: dict[Place, list[_Entries]] = {}
+    parts: dict[TopicPartition, list[_Entries]] = {}
     waiting: Counter[tuple[str, str]] = Counter()
-    counted: dict[tuple[Place, str], int | None] = {}
-    ended: dict[Place, list[np.ndarray]] = defaultdict(list)
+    counted: dict[tuple[TopicPartition, str], int | None] = {}
+    ended: dict[TopicPartition, list[np.ndarray]] = defaultdict(list)
     names = ("kind", "topic", "partition", "first", "end", "rule", "text", "count")
     for batch in read_columns(uri, [f"account.{name}" for name in names]):
         rows = pa.Table.from_batches([batch]).flatten()
@@ -226,7 +224,12 @@ def _read(uri: str) -> _LedgerFile:
     return _LedgerFile({place: _sorted(found) for place, found in parts.items()}, own, waiting, counted)
 
 
-def _count(counted: dict[tuple[Place, str], int | None], key: tuple[Place, str], counts: np.ndarray, more: int) -> None:
+def _count(
+    counted: dict[tuple[TopicPartition, str], int | None],
+    key: tuple[TopicPartition, str],
+    counts: np.ndarray,
+    more: int,
+) -> None:
     before = counted.get(key, 0)
     # An entry without a count is -1 here.
     counted[key] = None if before is None or (counts < 0).any() else before + int(counts.sum()) + more

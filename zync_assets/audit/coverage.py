@@ -20,9 +20,9 @@ from zync_assets.audit.account import (
     EXPIRED,
     PENDING,
     Counted,
-    Facts,
+    LedgerEntries,
     quarantined_offsets,
-    read_facts,
+    read_entries,
     touches,
 )
 from zync_assets.codecs.arrays import pc
@@ -160,7 +160,7 @@ def problems(
 ) -> Iterator[str]:
     """The problems of the account, the worst first within a partition. Fills ``numbers``. Raises DamagedFile."""
     # A check of one batch repeats often, and may use cached files. A check of the whole account reads the present files.
-    facts, waiting, entry_counts = read_facts(state, cached=ranges is not None)
+    facts, waiting, entry_counts = read_entries(state, cached=ranges is not None)
     for place in sorted({*facts, *state.head.inputs}):
         yield from _ledger_problems(place, facts.get(place), state.head.inputs.get(place))
     heads = Counter({place: count for place, count in state.head.waiting.items() if count})
@@ -173,10 +173,12 @@ def problems(
         yield from _count_problems(state, entry_counts)
     if (strange := tampering.strange_file(state.table, state.files)) is not None:
         yield strange
-    marks = Marks(state.head.table_topics)
-    yield from _read_sources(state, ranges, marks, numbers)
+    marks, matches = Marks(state.head.table_topics | state.head.several), _matches(snapshot, state)
+    yield from _read_sources(state, ranges, marks, matches, numbers)
     for topic, partition, offset in marks.doubled[:1]:
         yield f"{topic} {partition}:{offset} made more than one output"
+    for rule, topic, partition, offset in matches.doubled[:1]:
+        yield f"{topic} {partition}:{offset} made the outputs of a match of rule {rule} more than once"
     for topic, partition in marks.places():
         if (topic, partition) not in facts:
             yield f"outputs were made of {topic}, partition {partition}, which is not in the account"
@@ -202,7 +204,7 @@ def _count_problems(state: StagingState, entry_counts: Counted) -> Iterator[str]
             )
 
 
-def _ledger_problems(place: tuple[str, int], facts: Facts | None, position: Position | None) -> Iterator[str]:
+def _ledger_problems(place: tuple[str, int], facts: LedgerEntries | None, position: Position | None) -> Iterator[str]:
     name = f"{place[0]}, partition {place[1]}"
     if position is None:
         yield f"{name}: the ledger has facts and the account no position"
@@ -213,8 +215,52 @@ def _ledger_problems(place: tuple[str, int], facts: Facts | None, position: Posi
         yield from (f"{name}: {text}" for text in facts.problems(position.first, position.seen))
 
 
+@dataclass(frozen=True)
+class Matches:
+    """The sources of outputs whose rules make several of a match, each rule, topic and partition by itself.
+
+    The outputs of a match lie side by side in a file: a record that is the first source of outputs elsewhere made them twice.
+    ``topics``: the inputs of such rules; ``outs``: the output topics; ``sizes``: rule → the most sources of a match, as against a
+    merged output."""
+
+    topics: Sequence[str]
+    outs: frozenset[str]
+    sizes: Mapping[str, int]
+    marks: dict[tuple[str, str, int], Marks]
+
+    @property
+    def doubled(self) -> list[tuple[str, str, int, int]]:
+        """(rule, topic, partition, offset)"""
+        return [(place[0], *double) for place, found in sorted(self.marks.items()) for double in found.doubled]
+
+    def add(self, out: str, partition: int, rules: pa.Array, sources: pa.ListArray, last: dict[str, list[int]]) -> None:
+        """Mark some outputs of a file. ``last``: rule → the first source of its last output in the file."""
+        rows = pc.greater(pc.list_value_length(sources), 0)
+        rules, sources = rules.filter(rows), sources.filter(rows)
+        sizes = integers(pc.list_value_length(sources))
+        topics, parts, offsets = sources.flatten().flatten()
+        firsts = pa.array(np.cumsum(sizes) - sizes)
+        code = integers(pc.index_in(topics.take(firsts), pa.array(self.topics, pa.string())))
+        each = np.column_stack([code, integers(parts.take(firsts)), integers(offsets.take(firsts))])
+        for rule in rules.unique().to_pylist():
+            known = (code >= 0) & (sizes <= self.sizes.get(rule, 0))
+            at = np.flatnonzero(known & np.asarray(pc.equal(rules, rule).to_numpy(zero_copy_only=False)))
+            if not len(at):
+                continue
+            before = np.vstack([last.get(rule, [-1, -1, -1]), each[at[:-1]]])
+            last[rule] = each[at[-1]].tolist()
+            begins = sources.take(pa.array(at[(each[at] != before).any(axis=1)]))
+            _mark(begins.flatten(), self.marks.setdefault((rule, out, partition), Marks()))
+
+
+def _matches(snapshot: Snapshot, state: StagingState) -> Matches:
+    outs = frozenset(item.topic for item in snapshot.pipeline.outputs if not item.coalesce)
+    sizes = {rule.name: len(rule.sides) if rule.group is None else 1 << 62 for rule in snapshot.pipeline.rules}
+    return Matches(sorted(state.head.several - state.head.table_topics), outs, sizes, {})
+
+
 def _read_sources(
-    state: StagingState, ranges: Ranges | None, marks: Marks, numbers: dict[str, Number]
+    state: StagingState, ranges: Ranges | None, marks: Marks, matches: Matches, numbers: dict[str, Number]
 ) -> Iterator[str]:
     outputs = 0
     for name in sorted({topic for topic, _ in state.head.outputs}):
@@ -223,11 +269,21 @@ def _read_sources(
             if ranges is not None and not touches(span, ranges.get(name, ())):
                 continue
             outputs += item.records
-            for batch in read_columns(state.uri(item), ["source"]):
+            rebuilt = state.head.rebuilt.get((name, item.partition or 0), 0)
+            whole, last = rebuilt <= (item.first or 0), dict[str, list[int]]()
+            several = bool(matches.topics) and name in matches.outs
+            columns = ["source", *([] if whole else ["kafka.offset"]), *(["rule"] if several else [])]
+            for batch in read_columns(state.uri(item), columns):
                 column = batch.column("source")
                 if pc.any(pc.fill_null(pc.equal(pc.list_value_length(column), 0), True)).as_py():
                     yield f"file {item.path} holds an output that no input made"
+                if not whole:
+                    # The outputs of a rebuild, and those before, are not of the present account.
+                    batch = batch.filter(pc.greater_equal(batch.column("kafka").field("offset"), rebuilt))
+                    column = batch.column("source")
                 _mark(column.flatten(), marks)
+                if several and len(batch):
+                    matches.add(name, item.partition or 0, batch.column("rule"), column, last)
     numbers["outputs"] = outputs
 
 
@@ -249,7 +305,7 @@ class _InputPartition:
     topic: str
     partition: int
     position: Position
-    facts: Facts
+    facts: LedgerEntries
     marks: Marks
 
     def problems(self, batch: Sequence[OffsetRange] | None, whole: bool, totals: Counter[str]) -> Iterator[str]:
@@ -316,7 +372,9 @@ class _InputPartition:
     def _with_retention(self, counts: np.ndarray) -> np.ndarray:
         """The counts of classes where retention removed records that made no output: the account's counters are believed."""
         totals = counts.copy()
-        for name in ("unmatched", "dropped"):
+        # Of a record that was done at a rebuild, no output tells.
+        place = self.topic, self.partition
+        for name in ("unmatched", "dropped", *(["done"] if place in self.state.head.rebuilt else [])):
             code = CLASSES.index(name)
             head_count = self.state.head.counts.get((self.topic, self.partition, name), 0)
             totals[code] = max(head_count, counts[code])
@@ -356,6 +414,7 @@ class _InputPartition:
             fate = "done and not in the raw pool" if code == DONE else _class_name(code)
             yield "made", f"offset {wrong[0]} made an output and is {fate}"
         idle = difference(np.setdiff1d(done_offsets, sources, assume_unique=True), self.facts.ended)
+        idle = idle[idle >= self.state.head.rebuilt.get((self.topic, self.partition), 0)]
         if self.topic in self.state.head.table_topics:
             # A record that becomes a row of a view's table need not change the view's result.
             idle = idle[:0]

@@ -22,7 +22,16 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.errors import CheckFailed, KafkaError, LakeError, TableDamaged
 from zync_assets.kafka.topics import survey
 from zync_assets.lake import raw, storage
-from zync_assets.lake.check_results import Block, CheckResult, CheckState, Look, Number, Place, conclude, remedy
+from zync_assets.lake.check_results import (
+    Block,
+    CheckResult,
+    CheckState,
+    Look,
+    Number,
+    TopicPartition,
+    conclude,
+    remedy,
+)
 from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.parquet_rows import DamagedFile, positions, read_columns
@@ -140,14 +149,14 @@ def numbering_look(
 
 
 def _of_older_lakes(
-    snapshot: Snapshot, pool: str, state: StagingState, extent: Mapping[Place, tuple[int, int]]
-) -> dict[Place, tuple[int, int]]:
+    snapshot: Snapshot, pool: str, state: StagingState, extent: Mapping[TopicPartition, tuple[int, int]]
+) -> dict[TopicPartition, tuple[int, int]]:
     """The extent of checks in a pool that was published before the lake kept check results.
 
     Checks begin at the first unpublished outputs, and after the inputs that ETL has seen. A check of years of old data would
     take too long.
     """
-    verified_ends = {place: snapshot.publish_state(pool, place[0]).verified_end or 0 for place in state.head.outputs}
+    verified_ends = {place: snapshot.publish_state(pool, *place).verified_end or 0 for place in state.head.outputs}
     if not any(verified_ends.values()):
         return dict(extent)
     outputs = {place: max(item.base, verified_ends[place]) for place, item in state.head.outputs.items()}
@@ -155,7 +164,9 @@ def _of_older_lakes(
 
 
 def _look_ranges(
-    extent: Mapping[Place, tuple[int, int]], state: StagingState, ranges: Mapping[str, Sequence[OffsetRange]] | None
+    extent: Mapping[TopicPartition, tuple[int, int]],
+    state: StagingState,
+    ranges: Mapping[str, Sequence[OffsetRange]] | None,
 ) -> dict[str, tuple[OffsetRange, ...]]:
     """The existing offsets of the requested ``ranges``, by topic; every existing offset if ``ranges`` is None."""
     firsts = {place: item.first for place, item in state.head.inputs.items()}
@@ -178,11 +189,13 @@ def _touches(item: DataFile, parts: Sequence[OffsetRange]) -> bool:
 def _numbering_problems(state: StagingState, topic: str, files: Sequence[DataFile]) -> Iterator[str]:
     """By the log and the head alone."""
     partitions = {partition: item for (name, partition), item in state.head.outputs.items() if name == topic}
+    files_by_part: dict[int | None, list[DataFile]] = {}
     for item in files:
+        files_by_part.setdefault(item.partition, []).append(item)
         if item.partition not in partitions:
             yield f"file {item.path} holds outputs of partition {item.partition}, which the account does not know"
     for partition, position in sorted(partitions.items()):
-        own = [item for item in files if item.partition == partition]
+        own = files_by_part.get(partition, [])
         edges = [position.base, *[(item.last or 0) + 1 for item in own]]
         starts = [*[item.first or 0 for item in own], position.next]
         for reach, start in zip(edges, starts, strict=True):

@@ -8,23 +8,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.audit.account import read_facts
+from zync_assets.audit.account import read_entries
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
 from zync_assets.checks import raw_checks
 from zync_assets.checks.sink_checks import sink_results
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import KafkaError, LakeError, SchemaError, TableDamaged
 from zync_assets.kafka.reader import read_range
-from zync_assets.kafka.topics import TopicState, high_watermark, is_compacted, topic_states
+from zync_assets.kafka.topics import TopicState, high_watermarks, is_compacted, topic_states
 from zync_assets.lake import raw
-from zync_assets.lake.check_results import CheckResult, Number, conclude
+from zync_assets.lake.check_results import CheckResult, Number, conclude, keep_accepted
 from zync_assets.lake.head import OutputPosition
 from zync_assets.lake.parquet_rows import DamagedFile, integers, read_columns, rows_at
 from zync_assets.lake.publication import PublishState, WrittenSchema, rollback_error
@@ -41,6 +41,7 @@ from zync_assets.publish.encoding import (
     is_same,
     staged_topic,
 )
+from zync_assets.publish.plan import partition_numbers, partitions_error
 
 PENDING_AGE = "pending_age"
 
@@ -97,32 +98,63 @@ def source_order(pipeline: Pipeline, pool: str, snapshot: Snapshot | None = None
     transaction without all its changes.
 
     The outputs of late records follow outputs of later changes. The check counts late records, and names one record of each
-    partition. The check counts incomplete transactions, and names the last of each domain.
+    partition. The check counts incomplete transactions, and names the last of each domain. What ``accept_source_order``
+    accepted is left out.
     """
+    snapshot = snapshot or Snapshot(pipeline)
     try:
-        state = (snapshot or Snapshot(pipeline)).staging(pool)
+        state = snapshot.staging(pool)
     except TableDamaged as error:
         return conclude(SOURCE_ORDER, pool, "warn", [str(error)], "", {"late": 0})
-    late = state.head.late if state else {}
+    news = {} if state is None else _unaccepted(snapshot, pool, state)
+    late = {place: count for place, count in news.items() if isinstance(place, tuple)}
     transactions = state.head.transactions if state else {}
+    cure = f"Then `{pipeline.command('check', '--accept', 'source_order')}` accepts it"
     problems = [
-        f"{item.records} records of {topic}, partition {partition}, came after later records of their source were transformed;"
-        f" {topic} {partition}:{item.offset} is the first of the last batch with such records. Their outputs are out of order."
-        " Set a longer order-delay in the pipeline file"
-        for (topic, partition), item in sorted(late.items())
+        f"{count} records of {topic}, partition {partition}, came after later records of their source were transformed;"
+        f" {topic} {partition}:{offset} is the first of the last batch with such records. Their outputs are out of order."
+        f" Set a longer order-delay in the pipeline file. {cure}"
+        for (topic, partition), count in late.items()
+        for offset in [state.head.late[topic, partition].offset if state else 0]
     ]
     problems += [
-        f"{item.incomplete} transactions of {domain} were transformed without all their changes, the last of them {item.last}:"
+        f"{count} transactions of {domain} were transformed without all their changes, the last of them {item.last}:"
         " the changes did not come within the limit. Staging has had states that the source did not have. Set a longer"
-        " transactions.limit in the pipeline file"
+        f" transactions.limit in the pipeline file. {cure}"
         for domain, item in sorted(transactions.items())
-        if item.incomplete
+        if (count := news.get(domain, 0))
     ]
-    numbers: dict[str, Number] = {"late": sum(item.records for item in late.values())}
-    numbers |= {f"late_{topic}_{partition}": item.records for (topic, partition), item in sorted(late.items())}
+    numbers: dict[str, Number] = {"late": sum(late.values())}
+    numbers |= {f"late_{topic}_{partition}": count for (topic, partition), count in late.items()}
     if transactions:
-        numbers["incomplete_transactions"] = sum(item.incomplete for item in transactions.values())
+        numbers["incomplete_transactions"] = sum(news.get(domain, 0) for domain in transactions)
     return conclude(SOURCE_ORDER, pool, "warn", problems, "every record came in the order of its source", numbers)
+
+
+def accept_source_order(pipeline: Pipeline, pool: str) -> None:
+    """Accept the late records and the incomplete transactions of a pool so far. The check counts later ones alone."""
+    snapshot = Snapshot(pipeline)
+    state = snapshot.staging(pool)
+    if state is not None:
+        counts = {_subject(place): count for place, count in _order_counts(state).items()}
+        keep_accepted(snapshot.check_state(pool), SOURCE_ORDER, state.table_id, counts)
+
+
+def _order_counts(state: StagingState) -> dict[tuple[str, int] | str, int]:
+    """The late records of each partition, and the incomplete transactions of each domain."""
+    late = {place: item.records for place, item in sorted(state.head.late.items())}
+    return {**late, **{domain: item.incomplete for domain, item in sorted(state.head.transactions.items())}}
+
+
+def _unaccepted(snapshot: Snapshot, pool: str, state: StagingState) -> dict[tuple[str, int] | str, int]:
+    known = snapshot.check_state(pool)
+    accepted = partial(known.accepted, SOURCE_ORDER, state.table_id)
+    news = {place: count - accepted(_subject(place)) for place, count in _order_counts(state).items()}
+    return {place: count for place, count in news.items() if count > 0}
+
+
+def _subject(place: tuple[str, int] | str) -> str:
+    return f"transactions of {place}" if isinstance(place, str) else f"{place[0]}:{place[1]}"
 
 
 def raw_time(snapshot: Snapshot, topic: str, partition: int, offset: int) -> float | None:
@@ -140,7 +172,7 @@ def raw_time(snapshot: Snapshot, topic: str, partition: int, offset: int) -> flo
 def _age_problems(
     snapshot: Snapshot, state: StagingState, max_age: float, now: float, numbers: dict[str, Number]
 ) -> Iterator[str]:
-    facts, *_ = read_facts(state)
+    facts, *_ = read_entries(state)
     # A record's time never runs back within its partition: the lowest pending offset is the oldest.
     oldest: list[tuple[float, str]] = []
     for (topic, partition), place_facts in facts.items():
@@ -204,32 +236,33 @@ def staging_equals_topic(
     pool, subject = pipeline.output(topic).pool, topic_path(topic)
     # Each before the one that it is made from: the pipeline may be at work, and must not look like damage.
     snapshot = Snapshot(pipeline)
-    publish_state = snapshot.publish_state(pool, topic)
-    if backlog:
-        ranges = [OffsetRange(0, publish_state.verified_end or 0, NO_END)]
+    publish_state, verified = snapshot.publish_state(pool, topic), snapshot.verified_parts(pool, topic)
     topic_state = topic_states(pipeline.kafka, [topic]).get(topic)
-    high = high_watermark(pipeline.kafka, topic, 0) if topic_state else 0
+    highs = high_watermarks(pipeline.kafka, topic, partition_numbers(topic_state)) if topic_state else {}
     try:
         state = snapshot.staging(pool)
     except TableDamaged as error:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(error)], "", {"compared": 0})
-    position = state.head.outputs.get((topic, 0)) if state else None
+    positions = state.head.positions(topic) if state else {}
     recreate = pipeline.command("to-kafka", "--recreate", topic)
-    loss = rollback_error(pool, topic, publish_state.verified_end, position.next if position else None, recreate)
+    loss = rollback_error(pool, topic, verified, state.head.output_ends(topic) if state else {}, recreate)
     if loss is not None:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(loss)], "", {"compared": 0})
-    if state is None or position is None:
+    if state is None or not positions:
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", [], "nothing staged yet", {"compared": 0})
-    numbers: dict[str, Number] = {"compared": 0, "staged": position.next - position.base}
+    numbers: dict[str, Number] = {"compared": 0, "staged": sum(item.next - item.base for item in positions.values())}
     if topic_state is None:
-        has_history = publish_state.has_topic() or position.topic_id is not None
+        has_history = publish_state.has_topic() or positions[0].topic_id is not None
         problems = [f"topic {topic} was published to and is gone"] if has_history else []
         return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, "nothing published yet", numbers)
-    problems = list(_identity_problems(topic_state, position, publish_state, recreate))
+    problems = list(_identity_problems(topic_state, positions[0], publish_state, recreate))
+    problems += [str(error)] if not problems and (error := partitions_error(positions, topic_state, recreate)) else []
     if not problems:
+        parts = [_Part(p, item, verified.get(p), highs.get(p, 0), len(positions)) for p, item in positions.items()]
+        asked = ranges if not backlog else [OffsetRange(p, verified.get(p, 0), NO_END) for p in positions]
         try:
-            problems += _watermark_problems(high, position, publish_state, numbers)
-            problems += _content_problems(pipeline, state, topic_state, high, position, publish_state, ranges, numbers)
+            problems += [line for part in parts for line in part.watermark_problems(numbers)]
+            problems += _content_problems(pipeline, state, topic_state, parts, publish_state, asked, numbers)
         except (LakeError, SchemaError) as error:
             problems.append(str(error))
         except FileNotFoundError as error:
@@ -238,6 +271,37 @@ def staging_equals_topic(
             )
     good = f"{numbers['compared']} records are staging's"
     return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, good, numbers)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A partition of a published topic. ``count``: the partitions of the topic's outputs."""
+
+    partition: int
+    position: OutputPosition
+    verified_end: int | None
+    high: int
+    count: int
+
+    @property
+    def text(self) -> str:
+        """The begin of a problem's line."""
+        return "" if self.count == 1 else f"partition {self.partition}: "
+
+    def watermark_problems(self, numbers: dict[str, Number]) -> Iterator[str]:
+        position, verified_end = self.position, self.verified_end
+        lag = max(0, position.next - max(position.base, verified_end or 0))
+        for name, number in (("high_watermark", self.high), ("lag", lag)):
+            numbers[name] = int(numbers.get(name, 0)) + number
+        if self.high > position.next:
+            yield (
+                f"{self.text}the record at offset {position.next} is not staging's: staging ends there, the topic at"
+                f" {self.high}"
+            )
+        if verified_end is not None and self.high < verified_end:
+            yield (
+                f"{self.text}the topic ends at offset {self.high} and was published up to {verified_end}: it has lost records"
+            )
 
 
 def _identity_problems(
@@ -254,46 +318,35 @@ def _identity_problems(
         )
 
 
-def _watermark_problems(
-    high: int, position: OutputPosition, publish_state: PublishState, numbers: dict[str, Number]
-) -> Iterator[str]:
-    numbers |= {
-        "high_watermark": high,
-        "lag": max(0, position.next - max(position.base, publish_state.verified_end or 0)),
-    }
-    if high > position.next:
-        yield f"the record at offset {position.next} is not staging's: staging ends there, the topic at {high}"
-    if publish_state.verified_end is not None and high < publish_state.verified_end:
-        yield f"the topic ends at offset {high} and was published up to {publish_state.verified_end}: it has lost records"
-
-
 def _content_problems(
     pipeline: Pipeline,
     state: StagingState,
     topic_state: TopicState,
-    high: int,
-    position: OutputPosition,
+    places: Sequence[_Part],
     publish_state: PublishState,
     ranges: Iterable[OffsetRange] | None,
     numbers: dict[str, Number],
 ) -> Iterator[str]:
-    first = max(position.base, topic_state.partitions[0].low)
-    whole = [OffsetRange(0, first, max(first, min(position.next, high)))]
+    lows, whole = {item.partition: item.low for item in topic_state.partitions}, list[OffsetRange]()
+    for place in places:
+        first = max(place.position.base, lows.get(place.partition, 0))
+        whole.append(OffsetRange(place.partition, first, max(first, min(place.position.next, place.high))))
     parts = normalize(whole) if ranges is None else subtract(whole, subtract(whole, ranges))
     tolerates_gaps = bool(parts) and is_compacted(pipeline.kafka, topic_state.topic)
     outputs = staged_topic(state, topic_state.topic, pipeline.registry)
     schemas: set[WrittenSchema] = set()
+    texts = {place.partition: place.text for place in places}
     comparisons, gaps = 0, 0
     for part in parts:
-        ours = _RowBuffer(encoded_rows(outputs, part.first, part.end, schemas))
+        ours = _RowBuffer(encoded_rows(outputs, part, schemas))
         # Nothing is published in transactions: what one holds is foreign, be it open, committed or aborted.
-        theirs = read_range(pipeline.kafka, topic_state.topic, 0, part.first, part.end, uncommitted=True)
+        theirs = read_range(pipeline.kafka, topic_state.topic, part.partition, part.first, part.end, uncommitted=True)
         for mine, other in _side_by_side(ours, theirs, part):
             offsets = integers(other.column("offset"))
             missing = np.setdiff1d(integers(mine["offset"]), offsets, assume_unique=True)
             gaps += len(missing)
             if len(missing) and not tolerates_gaps:
-                yield f"the topic holds no record at offset {missing[0]}, where staging holds one"
+                yield f"{texts[part.partition]}the topic holds no record at offset {missing[0]}, where staging holds one"
                 return
             counterpart = mine.take(pa.array(offsets - integers(mine["offset"])[0]))
             differs = _differs(counterpart["key"], other.column("key")) | _differs(
@@ -306,7 +359,7 @@ def _content_problems(
                     tuple(table[name][at].as_py() for name in ENCODED_SCHEMA.names) for table in (counterpart, other)
                 )
                 if not is_same(left, right, alike):
-                    yield f"the record at offset {offsets[at]} is not staging's"
+                    yield f"{texts[part.partition]}the record at offset {offsets[at]} is not staging's"
                     return
             comparisons += len(offsets)
             numbers |= {"compared": comparisons, "compacted": gaps}

@@ -29,8 +29,9 @@ from zync_assets.sinks.commit import loaded
 from zync_assets.sinks.fold import DELETE, OP, SET
 from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, source_frame
 from zync_assets.sinks.target import TableSpec, Target, open_target
+from zync_assets.spark.failures import spark_failures
 from zync_assets.spark.session import Session
-from zync_assets.spark.tasks import frame_results, spark_failures, task_frame
+from zync_assets.spark.tasks import frame_results, task_frame
 
 STATE, ROWS_MATCH = "state_equals_raw", "rows_match"
 

@@ -33,7 +33,7 @@ from zync_assets.ingest.plan import source_of
 from zync_assets.ingest.shape import failing_frame, resolvable, shaped_frame
 from zync_assets.ingest.source import (
     NewSchema,
-    Source,
+    TopicSource,
     bad_sides,
     make_decoders,
     new_schemas,
@@ -52,7 +52,8 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Input, Pipeline
-from zync_assets.spark.tasks import indexes, run_tasks, search_settings, spark_failures, task_frame
+from zync_assets.spark.failures import spark_failures
+from zync_assets.spark.tasks import indexes, run_tasks, search_settings, task_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -108,7 +109,7 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
     # 1. Find the side table's files with entries of the wanted partitions.
     files = [file for file in quarantine.quarantine_files(state, side) if file.partition in plan.offsets]
     orders = {partition: orders_before(state, partition, offsets) for partition, offsets in plan.offsets.items()}
-    task = ReplayTask(
+    task = RawReplayTask(
         source_of(pipeline, item, state),
         storage.quarantine_uri(pipeline.lake, item.pool, item.topic),
         tuple(files),
@@ -187,10 +188,10 @@ class ReplayResult:
 
 
 @dataclass(frozen=True)
-class ReplayTask:
+class RawReplayTask:
     """The picklable arguments of the Spark task."""
 
-    source: Source
+    source: TopicSource
     side_uri: str
     side_files: tuple[DataFile, ...]
     offsets: Offsets
@@ -290,7 +291,7 @@ def _millis(moment: Any) -> int | None:
 
 
 def _write_records(
-    spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan, task: ReplayTask
+    spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan, task: RawReplayTask
 ) -> tuple[ReplayResult, pa.Schema]:
     """Decode and write the records as they are; the result, and the raw table's columns after it."""
     [result] = run_tasks(spark, 1, lambda _: task.run())
@@ -304,7 +305,7 @@ Places = frozenset[tuple[int, int]]
 
 
 def _write_shapes(
-    spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan, task: ReplayTask
+    spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan, task: RawReplayTask
 ) -> tuple[ReplayResult, pa.Schema]:
     """Decode the records, shape them as ingest does, and write them; the result, and the raw table's columns after it.
 
@@ -342,7 +343,7 @@ def _replay_failure(item: Input):
     )
 
 
-def _frame(spark: SparkSession, task: ReplayTask, exclusions: Places) -> DataFrame:
+def _frame(spark: SparkSession, task: RawReplayTask, exclusions: Places) -> DataFrame:
     """The decoded records, in the order of their places, less those at some."""
     schema = decoded_schema(task.source)
 
@@ -359,7 +360,7 @@ def _frame(spark: SparkSession, task: ReplayTask, exclusions: Places) -> DataFra
 class _Writer:
     """Shaped records → the replay's files, and the places of the records that the shape left out."""
 
-    def __init__(self, task: ReplayTask, schema: pa.Schema) -> None:
+    def __init__(self, task: RawReplayTask, schema: pa.Schema) -> None:
         self.task, self.schema = task, schema
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -428,7 +429,7 @@ def commit_drop(plan: DropPlan) -> frozenset[tuple[str, int, int]]:
     files.append(staging.write_ledger(state.table.uri, f"{folder}/dropped.parquet", entries))
     counts = Counter(state.head.counts)
     for item in ranges:
-        counts[item.topic, item.part.partition, "quarantined"] -= item.records
+        counts[item.topic, item.part.partition, item.kind] -= item.records
         counts[item.topic, item.part.partition, "dropped"] += item.records
     head = replace(state.head, batch=state.head.batch + 1, counts=dict(counts))
     lake = plan.snapshot.pipeline.lake
@@ -437,12 +438,12 @@ def commit_drop(plan: DropPlan) -> frozenset[tuple[str, int, int]]:
 
 
 def _quarantined_ranges(state: StagingState, places: Iterable[tuple[str, int, int]]) -> Iterator[ClassRange]:
-    """The places that are quarantined in this state of the account."""
+    """The places that are quarantined in this state of the account, or expired."""
     offset_lists: dict[tuple[str, int], list[int]] = {}
     for topic, partition, offset in sorted(places):
         offset_lists.setdefault((topic, partition), []).append(offset)
-    for entry in staging.read_ledger(state, ["quarantined"]).to_pylist():
+    for entry in staging.read_ledger(state, ["quarantined", "expired"]).to_pylist():
         topic, partition = entry["topic"], entry["partition"]
         offsets = np.array(offset_lists.get((topic, partition), []), np.int64)
         for part in runs_within(OffsetRange(partition, entry["first"], entry["end"]), offsets):
-            yield ClassRange(topic, "quarantined", None, part)
+            yield ClassRange(topic, entry["kind"], None, part)
