@@ -29,7 +29,7 @@ from dagster import (
 )
 
 from zync_assets.assets.checks import build_checks, reachable
-from zync_assets.assets.graph import Labels, build_assets, group_names, source
+from zync_assets.assets.graph import AssetLabels, build_assets, group_names, source
 from zync_assets.assets.io_managers import KafkaIOManager, PoolIOManager, SinkIOManager
 from zync_assets.assets.names import PIPELINE_TAG, Names, SourceTopic
 from zync_assets.assets.resources import KafkaResource, RegistryResource, spark_resource, with_connections
@@ -113,7 +113,7 @@ def _assets(names: Names) -> dict[AssetKey, str]:
     return places
 
 
-def sources(names: Names, labels: Labels, resources: Mapping[str, object]) -> dict[str, SourceTopic]:
+def sources(names: Names, labels: AssetLabels, resources: Mapping[str, object]) -> dict[str, SourceTopic]:
     """Input topic → the topic's asset. It is the asset of another pipeline that reads the topic from the same brokers, or
     it is made now. ``resources``: of this pipeline."""
     topics: dict[str, SourceTopic] = {}
@@ -195,7 +195,7 @@ def build_definitions(
         ['ingest_orders_of_shop', 'check_shop']
     """
     names = Names(with_connections(pipeline, kafka, registry), tuple(_parts(key_prefix)))
-    labels = Labels(
+    labels = AssetLabels(
         tuple([f"team:{pipeline.name}"] if owners is None else owners),
         {**tags, PIPELINE_TAG: pipeline.name},
         _groups(pipeline, groups),

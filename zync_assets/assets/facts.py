@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from dagster import AssetCheckEvaluation, AssetCheckSeverity, AssetKey, DagsterError, DagsterInstance, Failure
 
-from zync_assets.assets.names import Names, clusters, keys_between, on_grid
+from zync_assets.assets.names import Names
+from zync_assets.assets.range_keys import clusters, on_grid, spans_between
 from zync_assets.audit.guard import pool_blocks, raw_blocks
 from zync_assets.checks import output_checks
 from zync_assets.checks.sink_checks import sink_subject
@@ -164,7 +165,7 @@ def _gather(pipeline: Pipeline) -> Facts:
 
 
 @dataclass(frozen=True)
-class Step:
+class DueStep:
     """A job that is due. ``partitions``: the name of its definition; ``keys``: the ranges to run, as many as may be."""
 
     job: str
@@ -185,7 +186,7 @@ class Step:
     blocks: Callable[[Snapshot], Sequence[Block]] | None = None
     """The failed checks of the step's sources, by the lake."""
 
-    def rest(self, failures: Collection[str]) -> Step | None:
+    def rest(self, failures: Collection[str]) -> DueStep | None:
         """The step without the assets of the ops in ``failures``. None if the job can't omit an asset, or no work remains."""
         without = {self.optional_assets[op] for op in failures if op in self.optional_assets}
         if len(without) < len(failures) or not self.work - without:
@@ -199,18 +200,18 @@ class Step:
 class Grid:
     """The ranges of a partitions definition.
 
-    ``keys``: the ranges up to the present ends, the open range of each partition included; ``partitions``: the partitions
-    that Kafka has; ``job``: the job that runs the ranges; ``assets``: the assets that the job makes.
+    ``spans``: the ranges up to the present ends, the open range of each partition included, as ``spans_between`` has them;
+    ``partitions``: the partitions that Kafka has; ``job``: the job that runs the ranges; ``assets``: what the job makes.
     """
 
     definition: str
-    keys: tuple[OffsetRange, ...]
+    spans: tuple[OffsetRange, ...]
     partitions: frozenset[int]
     job: str
     assets: frozenset[AssetKey]
 
 
-def due_steps(names: Names, facts: Facts) -> Iterator[Step]:
+def due_steps(names: Names, facts: Facts) -> Iterator[DueStep]:
     """The steps that have work.
 
     Ingest has work if a topic's end is past the next offset. ETL and publish have work if a raw table's next offset is past
@@ -223,7 +224,7 @@ def due_steps(names: Names, facts: Facts) -> Iterator[Step]:
         pool = plan.input.pool
         keys = {*keys_over(plan.ranges), *(key_of(p, first) for p, first in plan.first.items())}
         keys |= {key_of(part.partition, part.end) for part in plan.losses}
-        yield Step(
+        yield DueStep(
             names.ingest_job(topic),
             frozenset([names.pool_key(pool, topic)]),
             names.raw_partitions(topic),
@@ -246,7 +247,7 @@ def due_steps(names: Names, facts: Facts) -> Iterator[Step]:
         selection = tuple(key for key in assets if key not in left_out)
         if not selection:
             continue
-        yield Step(
+        yield DueStep(
             names.staging_job(pool),
             frozenset(assets),
             names.staging_partitions(pool),
@@ -261,7 +262,7 @@ def due_steps(names: Names, facts: Facts) -> Iterator[Step]:
     yield from due_sinks(names, facts)
 
 
-def due_sinks(names: Names, facts: Facts) -> Iterator[Step]:
+def due_sinks(names: Names, facts: Facts) -> Iterator[DueStep]:
     """The target tables that lack records of their sources."""
     for plan in facts.sinks.values():
         sink, table = plan.sink.name, plan.table
@@ -273,7 +274,7 @@ def due_sinks(names: Names, facts: Facts) -> Iterator[Step]:
         if table.staged:
             raw_topics = [item.topic for item in names.pipeline.inputs_of(table.pool)]
             blocks = partial(pool_blocks, pool=table.pool, outputs=[table.topic])
-        yield Step(
+        yield DueStep(
             names.sink_job(sink, table.name),
             frozenset([names.sink_key(sink, table.name)]),
             names.sink_partitions(table),
@@ -293,25 +294,25 @@ def grids(names: Names, facts: Facts) -> Iterator[Grid]:
         until = {item.partition: item.end for item in state.partitions}
         yield Grid(
             names.raw_partitions(topic),
-            tuple(keys_between(first, until)),
+            tuple(spans_between(first, until)),
             frozenset([*first, *until, *state.away]),
             names.ingest_job(topic),
             frozenset([names.pool_key(pool, topic), names.topic_key(topic)]),
         )
     for pool, plan in facts.etl.items():
-        keys = {key_of(0, 0)} if not plan.head.outputs else set[OffsetRange]()
+        spans = [key_of(0, 0)] if not plan.head.outputs else []
         for (_, partition), item in plan.head.outputs.items():
-            keys |= set(keys_between({partition: item.base}, {partition: item.next}))
+            spans += spans_between({partition: item.base}, {partition: item.next})
         yield Grid(
             names.staging_partitions(pool),
-            tuple(sorted(keys)),
-            frozenset(key.partition for key in keys),
+            tuple(spans),
+            frozenset(span.partition for span in spans),
             names.staging_job(pool),
             frozenset(names.staging_job_assets(pool)),
         )
 
 
-def keys_of_run(step: Step, definition_keys: Sequence[str]) -> list[str]:
+def keys_of_run(step: DueStep, definition_keys: Sequence[str]) -> list[str]:
     """The keys of one run: those that lie together in Dagster's order and hold most of what waits; none where Dagster
     knows none of the keys yet."""
 

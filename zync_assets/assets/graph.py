@@ -23,7 +23,8 @@ from dagster_pyspark import LazyPySparkResource
 from zync_assets.assets import reports
 from zync_assets.assets.facts import errors_as_failures
 from zync_assets.assets.io_managers import SINK, SINK_TABLE, STAGING_POOL
-from zync_assets.assets.names import Names, argument, raw_definition, run_keys, staging_definition
+from zync_assets.assets.names import Names, argument, raw_definition, staging_definition
+from zync_assets.assets.range_keys import run_keys
 from zync_assets.assets.resources import session
 from zync_assets.assets.views import definition_metadata
 from zync_assets.etl.plan import EtlBatch, RawSlice, transform
@@ -42,7 +43,7 @@ SOURCES, TARGETS = "source_topics", "output_topics"
 
 
 @dataclass(frozen=True)
-class Labels:
+class AssetLabels:
     """What the assets of a pipeline say beside their names. ``groups``: a group that this module gives → the group to
     show instead."""
 
@@ -60,7 +61,7 @@ def group_names(pipeline: Pipeline) -> list[str]:
     return list(dict.fromkeys([SOURCES, *pools, TARGETS, *(sink.name for sink in pipeline.sinks)]))
 
 
-def build_assets(names: Names, labels: Labels) -> list[AssetsDefinition | AssetSpec]:
+def build_assets(names: Names, labels: AssetLabels) -> list[AssetsDefinition | AssetSpec]:
     """All assets that a pipeline makes; those of source topics are in ``names.sources``."""
     pipeline = names.pipeline
     return [
@@ -71,7 +72,7 @@ def build_assets(names: Names, labels: Labels) -> list[AssetsDefinition | AssetS
     ]
 
 
-def source(names: Names, labels: Labels, topic: str) -> AssetSpec:
+def source(names: Names, labels: AssetLabels, topic: str) -> AssetSpec:
     item = names.pipeline.input(topic)
     return AssetSpec(
         names.topic_key(topic),
@@ -88,7 +89,7 @@ def source(names: Names, labels: Labels, topic: str) -> AssetSpec:
     ).with_io_manager_key(names.resource("kafka_io"))
 
 
-def raw(names: Names, labels: Labels, topic: str) -> AssetsDefinition:
+def raw(names: Names, labels: AssetLabels, topic: str) -> AssetsDefinition:
     item = names.pipeline.input(topic)
 
     @multi_asset(
@@ -125,14 +126,14 @@ def raw(names: Names, labels: Labels, topic: str) -> AssetsDefinition:
     return ingest
 
 
-def _staging(names: Names, labels: Labels, pool: str) -> list[AssetsDefinition | AssetSpec]:
+def _staging(names: Names, labels: AssetLabels, pool: str) -> list[AssetsDefinition | AssetSpec]:
     """The assets of a staging pool's topics. If the file has no rule for the pool, another pipeline file fills the pool."""
     if names.pipeline.rules_of(pool):
         return [staging(names, labels, pool)]
     return [_foreign_asset(names, labels, item) for item in names.pipeline.outputs_of(pool)]
 
 
-def _foreign_asset(names: Names, labels: Labels, item: Output) -> AssetSpec:
+def _foreign_asset(names: Names, labels: AssetLabels, item: Output) -> AssetSpec:
     return AssetSpec(
         names.pool_key(item.pool, item.topic),
         description=f"The staged records of topic **{item.topic}**. Another pipeline file has the rules that make them.",
@@ -145,7 +146,7 @@ def _foreign_asset(names: Names, labels: Labels, item: Output) -> AssetSpec:
     ).with_io_manager_key(names.resource("pool_io"))
 
 
-def staging(names: Names, labels: Labels, pool: str) -> AssetsDefinition:
+def staging(names: Names, labels: AssetLabels, pool: str) -> AssetsDefinition:
     """All output topics of a pool as one asset function: they are committed together, so none can be made alone."""
     pipeline, spark_key = names.pipeline, names.resource("spark")
     topics = [item.topic for item in pipeline.inputs_of(pool)]
@@ -176,7 +177,7 @@ def staging(names: Names, labels: Labels, pool: str) -> AssetsDefinition:
         plan = next(iter(slices_by_topic.values())).plan
         with errors_as_failures():
             keys = run_keys(context.partition_keys, f"pool {pool}")
-            reports.refuse_partitions(pool, keys)
+            reports.refuse_partitions(pool, plan.state, keys)
             if plan.nothing_to_do:
                 reports.refuse_ahead(pool, plan.state, keys)
             batch = transform(partial(session, spark), pipeline, plan, slices_by_topic)
@@ -185,7 +186,7 @@ def staging(names: Names, labels: Labels, pool: str) -> AssetsDefinition:
     return etl
 
 
-def publication(names: Names, labels: Labels, item: Output) -> AssetsDefinition:
+def publication(names: Names, labels: AssetLabels, item: Output) -> AssetsDefinition:
     @multi_asset(
         name=names.publish_op(item.topic),
         description=f"Publishes {item.topic} from {item.pool}.",
@@ -220,7 +221,7 @@ def publication(names: Names, labels: Labels, item: Output) -> AssetsDefinition:
     return publish
 
 
-def target_table(names: Names, labels: Labels, sink: Sink, table: SinkTable) -> AssetsDefinition:
+def target_table(names: Names, labels: AssetLabels, sink: Sink, table: SinkTable) -> AssetsDefinition:
     """The asset of a table in a target database."""
     definition = staging_definition(names, table.pool) if table.staged else raw_definition(names, table.topic)
 
@@ -260,7 +261,7 @@ def target_table(names: Names, labels: Labels, sink: Sink, table: SinkTable) -> 
     return write
 
 
-def _staging_out(names: Names, labels: Labels, item: Output) -> AssetOut:
+def _staging_out(names: Names, labels: AssetLabels, item: Output) -> AssetOut:
     rules = ", ".join(
         kind_of(rule).title(rule) for rule in names.pipeline.rules_of(item.pool) if rule.out == item.topic
     )

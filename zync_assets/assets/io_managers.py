@@ -20,7 +20,7 @@ import pyarrow as pa
 from dagster import InputContext, IOManager, OutputContext
 from dagster_pyspark import LazyPySparkResource
 
-from zync_assets.assets import names, reports
+from zync_assets.assets import range_keys, reports
 from zync_assets.assets.facts import errors_as_failures, topic_check_on_error
 from zync_assets.assets.names import Names
 from zync_assets.assets.resources import session
@@ -31,7 +31,7 @@ from zync_assets.errors import KafkaError, LakeError, RangeUnknown
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, RawSlice, plan_etl, read_raw
 from zync_assets.ingest.commit import RawCommit
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, RawBatch, plan_ingest, read_input
-from zync_assets.ingest.source import Source
+from zync_assets.ingest.source import TopicSource
 from zync_assets.kafka.topics import topic_state
 from zync_assets.lake import raw, staging
 from zync_assets.lake.raw import RawState, raw_files
@@ -117,7 +117,7 @@ class KafkaIOManager(IOManager):
         topic = context.asset_key.path[-1]
         with errors_as_failures():
             place = context.asset_key.to_user_string()
-            keys = names.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
+            keys = range_keys.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
             kind = context.dagster_type.typing_type
             if kind is RawBatch:
                 # Of all inputs together, before any of them is ingested.
@@ -134,15 +134,15 @@ class KafkaIOManager(IOManager):
             reader = partial(read_output, self._pipeline, self._session, obj.topic)
             with topic_check_on_error(self._names, context.step_context.instance, obj.topic):
                 commit = publish_once(self._pipeline, reader, first=obj, log=context.log.info)
-            end = obj.plan.end
-            commit = commit or PublishCommit(obj.topic, OffsetRange(0, end, end), 0, 0.0)
+            here = tuple(OffsetRange(part.partition, part.end, part.end) for part in obj.plan.parts)
+            commit = commit or PublishCommit(obj.topic, here, 0, 0.0)
             numbers = {
                 "published": commit.records,
                 "compared": commit.verified_records,
                 "seconds": round(commit.seconds, 3),
             }
             context.add_output_metadata(numbers)
-            reports.report_topic(Snapshot(self._pipeline), context, obj.topic, commit.range)
+            reports.report_topic(Snapshot(self._pipeline), context, obj.topic, commit.ranges)
 
     def _records(self, topic: str, keys: Sequence[OffsetRange] | None) -> RawBatch:
         """A lazy batch of all that Kafka holds of some ranges of an input or output topic."""
@@ -166,7 +166,7 @@ class KafkaIOManager(IOManager):
         have = {item.name: item.type for item in state.schema} if state else {}
         key_type, value_type = have.get(staging.key_column(topic)), have.get(staging.value_column(topic))
         key, value = _read_format(output.key, key_type), _read_format(output.value, value_type)
-        source = Source(self._pipeline.kafka, self._pipeline.registry, topic, key, value, key_type, value_type)
+        source = TopicSource(self._pipeline.kafka, self._pipeline.registry, topic, key, value, key_type, value_type)
         item = Input(topic, output.pool, output.key, output.value)
         return RawBatch(IngestPlan(item, kafka_state, None, ranges, {}, (), 0), source, self._session)
 
@@ -271,11 +271,11 @@ class PoolIOManager(IOManager):
                 metadata = context.definition_metadata
                 return self._sink_batch(str(metadata[SINK]), str(metadata[SINK_TABLE]))
             place = context.asset_key.to_user_string()
-            keys = names.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
+            keys = range_keys.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
             if kind is OutputBatch:
-                reports.refuse_partitions(pool, keys or ())
                 with topic_check_on_error(self._names, context.instance, topic):
                     batch = read_output(self._pipeline, self._session, topic)
+                reports.refuse_partitions(pool, batch.plan.state, keys or ())
                 reports.refuse_ahead(pool, batch.plan.state, keys or ())
                 return batch
             return records_as(pool_frame(self._session(), self._pipeline, pool, topic, keys), kind, place)
@@ -308,7 +308,7 @@ class PoolIOManager(IOManager):
     def _ingest(self, context: OutputContext, batch: RawBatch) -> None:
         """Commit batch by batch up to the ends that the topic had when the run began: one commit has a bound, a run has
         its keys."""
-        within = normalize(names.run_keys(context.asset_partition_keys, context.asset_key.to_user_string()))
+        within = normalize(range_keys.run_keys(context.asset_partition_keys, context.asset_key.to_user_string()))
         topic_states = {batch.topic: batch.plan.topic_state}
         commits: list[RawCommit] = []
         while True:

@@ -23,7 +23,7 @@ from dagster import (
     TableSchema,
 )
 
-from zync_assets.assets import names
+from zync_assets.assets import range_keys
 from zync_assets.assets.views import batch_metadata
 from zync_assets.errors import EtlError, LakeError, RangeUnknown
 from zync_assets.kafka.topics import TopicState, topic_states
@@ -244,19 +244,22 @@ def report_staging(snapshot: Snapshot, context: OutputContext, topic: str, range
     _report(context, staging_extents(state, topic, own), staging_extents(state, topic, more), schema)
 
 
-def report_topic(snapshot: Snapshot, context: OutputContext, topic: str, part: OffsetRange) -> None:
-    """Report an output topic's ranges. ``snapshot``: after the run's commits; ``part``: the published offsets."""
+def report_topic(snapshot: Snapshot, context: OutputContext, topic: str, ranges: Iterable[OffsetRange]) -> None:
+    """Report an output topic's ranges. ``snapshot``: after the run's commits; ``ranges``: the published offsets."""
     topic_state = topic_states(snapshot.pipeline.kafka, [topic]).get(topic)
     pool = snapshot.pipeline.output(topic).pool
     state = snapshot.staging(pool)
-    own, more = _keys(context, [part])
+    own, more = _keys(context, ranges)
     schema = topic_schema(state, topic) if state else None
     if topic_state is None:
         _report(context, [Extent(key, key.first, key.first, False, 0) for key in own], [], schema)
         return
-    end = snapshot.publish_state(pool, topic).verified_end
-    position = state.head.outputs.get((topic, 0)) if state else None
-    staging_ranges = {0: OffsetRange(0, min(position.base, end), end)} if position and end is not None else {}
+    verified = snapshot.verified_parts(pool, topic)
+    staging_ranges = {
+        partition: OffsetRange(partition, min(position.base, verified[partition]), verified[partition])
+        for partition, position in (state.head.positions(topic) if state else {}).items()
+        if partition in verified
+    }
     _report(
         context,
         topic_extents(topic_state, own, staging_ranges),
@@ -283,7 +286,7 @@ def report_table(context: OutputContext, plan: SinkPlan, ranges: Iterable[Offset
 
 def _keys(context: OutputContext, ranges: Iterable[OffsetRange]) -> tuple[list[OffsetRange], list[OffsetRange]]:
     """The run's keys, and the other keys that ``ranges`` overlap."""
-    own = names.run_keys(context.asset_partition_keys, context.asset_key.to_user_string())
+    own = range_keys.run_keys(context.asset_partition_keys, context.asset_key.to_user_string())
     return own, sorted(set(keys_over(ranges)) - set(own))
 
 
@@ -294,17 +297,19 @@ def _report(context: OutputContext, own: Sequence[Extent], more: Sequence[Extent
         )
     if more:
         name = context.asset_partitions_def.name  # type: ignore[attr-defined]
-        names.add(context.step_context.instance, name, [extent.key for extent in more])
+        range_keys.add_keys(context.step_context.instance, name, [extent.key for extent in more])
     for extent in more:
         context.log_event(materialization(context.asset_key, extent, schema))
 
 
-def refuse_partitions(pool: str, keys: Iterable[OffsetRange]) -> None:
-    """RangeUnknown for a range of another partition than 0: outputs have one partition."""
+def refuse_partitions(pool: str, state: StagingState | None, keys: Iterable[OffsetRange]) -> None:
+    """RangeUnknown for a range of a partition that no output topic of the pool has."""
+    known = sorted({0, *(partition for _, partition in state.head.outputs)} if state else {0})
     for key in keys:
-        if key.partition:
+        if key.partition not in known:
+            have = "partition 0 alone" if known == [0] else f"partitions 0 to {known[-1]}"
             raise RangeUnknown(
-                f"pool {pool} has no range {format_key(key)}: outputs have partition 0 alone. Run"
+                f"pool {pool} has no range {format_key(key)}: outputs have {have}. Run"
                 f" {format_key(replace(key, partition=0))} instead, and delete the partition {format_key(key)} in Dagster."
             )
 
@@ -314,11 +319,11 @@ def refuse_ahead(pool: str, state: StagingState | None, keys: Iterable[OffsetRan
 
     The run's ETL batch may have been committed before this error. A second run of the range does no harm.
     """
-    ends = [item.next for item in state.head.outputs.values()] if state else []
-    end = max(ends, default=0)
+    outputs = state.head.outputs if state else {}
     for key in keys:
+        end = max((item.next for (_, partition), item in outputs.items() if partition == key.partition), default=0)
         if key.first > end:
             raise EtlError(
                 f"pool {pool}, range {format_key(key)} lies ahead of the next offset: outputs end before {end}."
-                f" Run {format_key(key_of(0, end))} instead."
+                f" Run {format_key(key_of(key.partition, end))} instead."
             )

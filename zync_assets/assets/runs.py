@@ -32,7 +32,7 @@ from dagster import (
 
 from zync_assets.assets import names
 from zync_assets.assets.checks import LAKE_MARK
-from zync_assets.assets.facts import BROKER, Facts, Step
+from zync_assets.assets.facts import BROKER, DueStep, Facts
 from zync_assets.assets.names import Names
 from zync_assets.checks.output_checks import REACHABLE
 from zync_assets.checks.raw_checks import BLOCKING
@@ -200,7 +200,7 @@ def backoff_reason(records: Sequence[RunRecord]) -> str | None:
     return f"run {records[0].dagster_run.run_id[:8]} failed ({failures} in a row); asked for again in {wait:.0f} s"
 
 
-def hold_reason(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> str | None:
+def hold_reason(pipeline: Pipeline, instance: DagsterInstance, step: DueStep) -> str | None:
     """Why a step waits for a failed check of its sources; None where none stands. Ingest waits for no check.
 
     The lake says which checks block (``lake.check_results``). A failed evaluation that another program reported to Dagster is

@@ -39,9 +39,20 @@ from dagster import (
     sensor,
 )
 
-from zync_assets.assets import names, reports, runs
-from zync_assets.assets.facts import Facts, Grid, Step, TickFailure, due_steps, error_line, gather, grids, keys_of_run
-from zync_assets.assets.names import KAFKA, PIPELINE_TAG, REST, STEP_TAG, Names, range_of
+from zync_assets.assets import range_keys, reports, runs
+from zync_assets.assets.facts import (
+    DueStep,
+    Facts,
+    Grid,
+    TickFailure,
+    due_steps,
+    error_line,
+    gather,
+    grids,
+    keys_of_run,
+)
+from zync_assets.assets.names import KAFKA, PIPELINE_TAG, REST, STEP_TAG, Names
+from zync_assets.assets.range_keys import range_of
 from zync_assets.assets.reports import Extent, raw_extents, staging_extents, staging_schema, topic_extents
 from zync_assets.assets.runs import PROBLEMS, REACHABILITY, reachability, troubles
 from zync_assets.checks.raw_checks import BLOCKING
@@ -102,12 +113,12 @@ def asset_positions(names: Names, facts: Facts) -> Iterator[AssetPosition]:
                 upcoming = {p: at.next for p, at in positions.items()}
                 yield AssetPosition(names.pool_key(pool, item.topic), names.staging_job(pool), base, upcoming)
     for topic, plan in facts.publish.items():
-        if plan.topic_state is not None and plan.position is not None:
+        if plan.topic_state is not None and plan.parts:
             yield AssetPosition(
                 names.topic_key(topic),
                 names.staging_job(plan.output.pool),
-                {0: plan.position.base},
-                {0: min(plan.verified_end, plan.end)},
+                {part.partition: part.position.base for part in plan.parts},
+                {part.partition: min(part.verified_end, part.end) for part in plan.parts},
                 plan.lag,
             )
     for plan in facts.sinks.values():
@@ -278,7 +289,7 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
     changes: list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest] = []
     keys_by_definition: dict[str, list[str]] = {}
     for grid in grids(names, facts):
-        keys_by_definition[grid.definition], more = _keys(instance, active, grid)
+        keys_by_definition[grid.definition], more = definition_keys(instance, active, grid)
         changes += more
     events: list[News | AssetCheckEvaluation] = []
     after = dict(before)
@@ -337,7 +348,7 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
     )
 
 
-def _hold_reason(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> str | None:
+def _hold_reason(pipeline: Pipeline, instance: DagsterInstance, step: DueStep) -> str | None:
     """Why a step's checks hold it back. A record of blocks that can't be read holds its own step back, and no other."""
     try:
         return runs.hold_reason(pipeline, instance, step)
@@ -345,30 +356,29 @@ def _hold_reason(pipeline: Pipeline, instance: DagsterInstance, step: Step) -> s
         return error_line(error)
 
 
-def _keys(
+def definition_keys(
     instance: DagsterInstance, active: runs.ActiveRuns, grid: Grid
 ) -> tuple[list[str], list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest]]:
     """The keys of a definition as they are after this tick, in Dagster's order, and what has to be changed for that.
 
     Keys that somebody added and that name no range are deleted, unless a run may be on its way to refuse them.
     """
-    definition_keys = list(instance.get_dynamic_partitions(grid.definition))
+    keys = list(instance.get_dynamic_partitions(grid.definition))
     changes: list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest] = []
-    strange = [
-        key for key in definition_keys if (part := range_of(key)) is None or part.partition not in grid.partitions
-    ]
+    known, grid_keys = set(keys), list(range_keys.keys_of(grid.spans))
+    others = sorted(known.difference(grid_keys))
+    strange = [key for key in others if (part := range_of(key)) is None or part.partition not in grid.partitions]
     if strange and not active.holds(grid.job, grid.assets):
         changes.append(DeleteDynamicPartitionsRequest(grid.definition, strange))
-        definition_keys = [key for key in definition_keys if key not in strange]
-    if new := names.new_keys(definition_keys, grid.keys)[:MOST_KEYS]:
+        keys = [key for key in keys if key not in strange]
+    if new := range_keys.new_keys(known, grid_keys)[:MOST_KEYS]:
         changes.append(AddDynamicPartitionsRequest(grid.definition, new))
-        definition_keys += new
-    return definition_keys, changes
+    return keys + new, changes
 
 
 def _in_turn(
-    pipeline: Pipeline, instance: DagsterInstance, steps: Iterable[Step]
-) -> list[tuple[Step, Sequence[RunRecord]]]:
+    pipeline: Pipeline, instance: DagsterInstance, steps: Iterable[DueStep]
+) -> list[tuple[DueStep, Sequence[RunRecord]]]:
     """The steps with their last runs, the one that has waited longest since its last run first."""
     pairs = [(step, runs.request_history(instance, pipeline.name, step.job)) for step in steps]
     return sorted(pairs, key=lambda item: item[1][0].create_timestamp.timestamp() if item[1] else 0.0)
@@ -395,7 +405,7 @@ def _first_checks(names: Names, facts: Facts, instance: DagsterInstance) -> tupl
     return [RunRequest(job_name=job, tags={PIPELINE_TAG: names.pipeline.name, STEP_TAG: job})], True
 
 
-def _request(pipeline: Pipeline, step: Step, keys: Sequence[str], tag: str | None = None) -> RunRequest:
+def _request(pipeline: Pipeline, step: DueStep, keys: Sequence[str], tag: str | None = None) -> RunRequest:
     tags = {PIPELINE_TAG: pipeline.name, STEP_TAG: tag or step.job}
     if len(keys) == 1:
         tags[PARTITION_NAME_TAG] = keys[0]

@@ -105,13 +105,14 @@ def _leaves(item: pa.Field) -> Iterator[str]:
 
 def _last_change(snapshot: Snapshot, state: StagingState, topic: str) -> float | None:
     """The time of the latest raw record that changed the output, in seconds since the epoch; None if it is not there any more."""
-    position = state.head.outputs.get((topic, 0))
-    if position is None or position.next == position.base:
-        return None
-    last = position.next - 1
-    row = rows_at(state.table.uri, state.output_files(topic), 0, [last], ["source"]).get(last, {})
+    sources: list[dict[str, Any]] = []
+    for partition, position in state.head.positions(topic).items():
+        last = position.next - 1
+        if last >= position.base:
+            row = rows_at(state.table.uri, state.output_files(topic), partition, [last], ["source"]).get(last, {})
+            sources += row.get("source") or ()
     times: list[float] = []
-    for place in row.get("source") or ():
+    for place in sources:
         known = any(item.topic == place["topic"] for item in snapshot.pipeline.inputs)
         raw = snapshot.raw(place["topic"]) if known else None
         if raw is not None:

@@ -22,7 +22,7 @@ from zync_assets.ingest.plan import RawBatch
 from zync_assets.lake import raw, staging
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
-from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments, told
+from zync_assets_tests.assets.rig import FILE, OPEN, Rig, failures, make_rig, orders, payments, told
 from zync_assets_tests.mini import run_steps
 
 SECOND = "1:0-999999"
@@ -75,6 +75,28 @@ def test_the_whole_way_and_what_each_hop_reports(rig: Rig) -> None:
     assert "batch" not in said
     assert said["pending"] == 2
     assert told(again, rig.names.topic_key(rig.sales))[OPEN]["published"] == 0
+
+
+def test_each_partition_of_an_output_has_ranges_of_its_own(services: Services, tmp_path: Path, unique: str) -> None:
+    one = "sales, pool: Staging, key-format: string, value-format: json, create: {"
+    with make_rig(services, tmp_path, unique, file=FILE.replace(one, f"{one}partitions: 3, ")) as rig:
+        rig.send(rig.orders, orders(*range(1, 13)))
+        rig.send(rig.payments, payments(*range(1, 13)))
+        rig.ingest(rig.orders)
+        rig.ingest(rig.payments)
+        done = rig.stage()
+        for key in (rig.names.pool_key("Staging", rig.sales), rig.names.topic_key(rig.sales)):
+            said = told(done, key)
+            # The run has one key, and reports the ranges of the other partitions beside it.
+            reported = {*said, *rig.instance.get_materialized_partitions(key)}
+            assert reported == {OPEN, SECOND, "2:0-999999"}
+        known = rig.instance.get_dynamic_partitions(rig.names.staging_partitions("Staging"))
+        assert {*known} == {OPEN, SECOND, "2:0-999999"}
+        again = told(rig.stage(SECOND), rig.names.topic_key(rig.sales))[SECOND]
+        assert (again["published"], again["rows"] > 0) == (0, True)
+        rig.add_keys(rig.names.staging_partitions("Staging"), "3:0-999999")
+        [refused] = failures(rig.stage("3:0-999999", fails=True))
+        assert "outputs have partitions 0 to 2" in refused
 
 
 def test_ranges_complete_open_and_ahead(rig: Rig) -> None:

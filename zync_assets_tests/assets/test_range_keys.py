@@ -2,7 +2,7 @@
 
 import pytest
 
-from zync_assets.assets import names
+from zync_assets.assets import range_keys
 from zync_assets.errors import RangeUnknown
 from zync_assets.offsets import OffsetRange, format_key, parse_key
 
@@ -14,7 +14,7 @@ def keys(*ranges: OffsetRange) -> list[str]:
 
 
 def test_keys_are_sorted_as_numbers_not_as_text() -> None:
-    found = names.on_grid(["10:0-999999", "2:10000000-10999999", "2:2000000-2999999", "june"])
+    found = range_keys.on_grid(["10:0-999999", "2:10000000-10999999", "2:2000000-2999999", "june"])
     assert keys(*found) == ["2:2000000-2999999", "2:10000000-10999999", "10:0-999999"]
 
 
@@ -32,9 +32,9 @@ def test_keys_are_sorted_as_numbers_not_as_text() -> None:
     ],
 )
 def test_a_key_that_is_not_of_the_grid_is_refused_with_the_right_key(key: str, right: str) -> None:
-    assert names.range_of(key) is None
+    assert range_keys.range_of(key) is None
     with pytest.raises(RangeUnknown) as refused:
-        names.run_keys(["1:0-999999", key], "Raw/orders")
+        range_keys.run_keys(["1:0-999999", key], "Raw/orders")
     assert f"Raw/orders has no range {key!r}. " in str(refused.value)
     assert f"Run {right} instead" in str(refused.value)
 
@@ -52,15 +52,15 @@ def test_a_key_that_is_not_of_the_grid_is_refused_with_the_right_key(key: str, r
 def test_the_ranges_that_are_there_and_the_open_one(
     first: dict[int, int], until: dict[int, int], expected: list[str]
 ) -> None:
-    assert keys(*names.keys_between(first, until)) == expected
+    assert list(range_keys.keys_of(range_keys.spans_between(first, until))) == expected
 
 
 def test_only_new_keys_are_added_ascending() -> None:
     wanted = [parse_key(key) for key in ("10:0-999999", "9:0-999999", "1:0-999999")]
-    assert names.new_keys(["1:0-999999"], wanted) == ["9:0-999999", "10:0-999999"]
+    assert range_keys.new_keys({"1:0-999999"}, range_keys.keys_of(wanted)) == ["9:0-999999", "10:0-999999"]
 
 
 def test_a_run_takes_only_what_lies_together() -> None:
     known = ["0:0-999999", "1:0-999999", "0:1000000-1999999", "0:2000000-2999999"]
     wanted = [parse_key(key) for key in ("0:2000000-2999999", "0:0-999999", "1:0-999999")]
-    assert names.clusters(known, wanted) == [["0:0-999999", "1:0-999999"], ["0:2000000-2999999"]]
+    assert range_keys.clusters(known, wanted) == [["0:0-999999", "1:0-999999"], ["0:2000000-2999999"]]
