@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from zync_assets_tests.etl.views import test_maintenance
+from zync_assets_tests.sinks import test_commit
 from zync_assets_tests.test_crashes import CASES
 from zync_assets_tests.torture import plan
 from zync_assets_tests.torture.__main__ import main
@@ -32,9 +34,10 @@ def test_the_same_seed_is_the_same_schedule(name: str) -> None:
 def test_a_schedule_has_every_end_and_every_point() -> None:
     plans = list(itertools.islice(plan.children(1, 0), 3000))
     assert {item.end for item in plans} == {"point", "moment", "start", "term", "itself"}
-    assert {item.command for item in plans} == {"run", "from-kafka", "etl", "to-kafka"}
+    assert {item.command for item in plans} == {"run", "from-kafka", "etl", "to-kafka", "sink"}
+    points = {*CASES, *test_commit.POINTS, *test_maintenance.POINTS}
     # Cleaning comes every hundred commits, in files that a week made old.
-    assert {item.point for item in plans if item.end == "point"} == set(CASES) - {"clean:done"}
+    assert {item.point for item in plans if item.end == "point"} == points - {"clean:done"}
 
 
 @pytest.mark.slow

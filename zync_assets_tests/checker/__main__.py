@@ -21,12 +21,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lake", required=True, type=Path)
     parser.add_argument("--statement", choices=sorted(KNOWN), default="shop", help="which pipeline this is")
     parser.add_argument("--prefix", required=True, help="what the names of the pipeline's topics begin with")
+    parser.add_argument("--database", type=Path, help="the file of SQLite that the sinks write; none: look at no sink")
     parser.add_argument("--drained", action="store_true", help="nothing may be left to do")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     chosen = parser.parse_args(arguments)
     statement = KNOWN[chosen.statement](chosen.prefix)
-    evidence = gather(chosen.bootstrap_servers, chosen.lake, statement)
-    report = judge(statement, evidence, Schemas(chosen.registry), drained=chosen.drained)
+    evidence = gather(chosen.bootstrap_servers, chosen.lake, statement, chosen.database)
+    with_sinks = chosen.database is not None
+    report = judge(statement, evidence, Schemas(chosen.registry), drained=chosen.drained, with_sinks=with_sinks)
     if chosen.format == "json":
         findings = [{"kind": item.kind, "text": item.text} for item in report.findings]
         print(json.dumps({"sound": report.sound, "findings": findings, "numbers": report.numbers}))

@@ -23,7 +23,7 @@ _CHECKPOINT = re.compile(r"(\d{20})\.checkpoint\.parquet")
 class DataFile:
     """A file that a table's version lists. ``group``: the value of the partition column ``topic``, if there is one.
 
-    ``low`` and ``high``: the offsets that the log claims for it; ``modified``: milliseconds since the epoch.
+    ``low``, ``high`` and ``partition``: what the log claims for it; ``modified``: milliseconds since the epoch.
     """
 
     path: Path
@@ -32,6 +32,7 @@ class DataFile:
     low: int | None
     high: int | None
     modified: int
+    partition: int | None = None
 
     def rows(self, columns: list[str] | None = None) -> list[dict[str, Any]]:
         source = pq.ParquetFile(self.path)
@@ -115,4 +116,5 @@ def _file(folder: Path, add: Mapping[str, Any]) -> DataFile:
         low,
         high,
         add.get("modificationTime") or 0,
+        stats.get("minValues", {}).get("kafka", {}).get("partition"),
     )

@@ -1,13 +1,16 @@
-"""All that is to be judged, gathered: topics, raw tables, their quarantine, and the staging table, as plain rows."""
+"""All that is to be judged, gathered: topics, raw tables, their quarantine, the staging table, and tables of sinks, as plain
+rows."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from zync_assets_tests.checker.database import Database, read_database
 from zync_assets_tests.checker.delta import DataFile, Table, open_table
 from zync_assets_tests.checker.logs import Log, read_topic
 from zync_assets_tests.checker.statement import Statement
@@ -66,7 +69,7 @@ class OutputFile:
 class Staging:
     """The staging table: ``head`` and ``ledger`` are account rows, ``outputs`` the files of each output topic.
 
-    ``cuts``: output topic → offsets at which a batch began.
+    ``cuts``: output topic → partitions and offsets at which a batch began.
     """
 
     batch: int | None
@@ -74,10 +77,25 @@ class Staging:
     heads: int
     ledger: list[Row]
     outputs: Mapping[str, list[OutputFile]]
-    cuts: Mapping[str, set[int]]
+    cuts: Mapping[str, set[tuple[int, int]]]
+    id: str = ""
 
     def of(self, kind: str) -> list[Row]:
         return [row for row in self.head if row["kind"] == kind]
+
+    def rebuilt(self, topic: str, partition: int) -> int:
+        """The offset that a topic had reached at the last rebuild. The account does not say what made the outputs before, and
+        what the records before made."""
+        return self._rebuilt.get((topic, partition), 0)
+
+    @cached_property
+    def _rebuilt(self) -> Mapping[tuple[str, int], int]:
+        return {(row["topic"], row["partition"]): row["end"] for row in self.of("rebuilt")}
+
+    def current(self, topic: str) -> list[Row]:
+        """The rows of an output topic since the last rebuild."""
+        rows = (row for item in self.outputs.get(topic, []) for row in item.rows)
+        return [row for row in rows if row["kafka"]["offset"] >= self.rebuilt(topic, row["kafka"]["partition"])]
 
 
 @dataclass(frozen=True)
@@ -89,11 +107,13 @@ class Evidence:
     staging: Staging | None
     published: Mapping[str, int] = field(default_factory=dict)
     """Application id → number, of the table that says how far outputs are published."""
+    database: Database | None = None
 
 
-def gather(servers: str, lake: Path, statement: Statement) -> Evidence:
-    """Read everything. Nothing may be written meanwhile."""
-    return gather_lake(lake, statement, gather_logs(servers, statement))
+def gather(servers: str, lake: Path, statement: Statement, database: Path | None = None) -> Evidence:
+    """Read everything. Nothing may be written meanwhile. ``database``: the file of SQLite that the sinks write."""
+    found = gather_lake(lake, statement, gather_logs(servers, statement))
+    return found if database is None else replace(found, database=read_database(database))
 
 
 def gather_logs(servers: str, statement: Statement) -> dict[str, dict[int, Log]]:
@@ -163,22 +183,28 @@ def _staging(folder: Path) -> Staging | None:
         [row["account"] for item in ledger for row in item.rows(["account"])],
         outputs,
         {topic: _cuts(table, topic) for topic in outputs},
+        table.id,
     )
 
 
-def _cuts(table: Table, topic: str) -> set[int]:
-    """The first output offset of each batch: the lowest offset of each commit that added higher offsets than before.
+def _cuts(table: Table, topic: str) -> set[tuple[int, int]]:
+    """(partition, first output offset) of each batch: the lowest offset of each commit that added higher offsets than before.
 
     A commit that only rewrites files begins no batch. If the log lacks the oldest commits, any file may begin a batch.
     """
-    cuts: set[int] = set()
-    reached = -1
+    cuts: set[tuple[int, int]] = set()
+    reached: dict[int, int] = {}
     for _, added in sorted(table.commits.items()):
-        own = [item for item in added if item.group == topic and item.low is not None and item.high is not None]
-        fresh = [item.low for item in own if item.low is not None and item.low > reached]
-        if fresh:
-            cuts.add(min(fresh))
-        reached = max([reached, *[item.high for item in own if item.high is not None]])
+        fresh: dict[int, int] = {}
+        for item in (item for item in added if item.group == topic and item.low is not None and item.high is not None):
+            partition = item.partition or 0
+            if (item.low or 0) > reached.get(partition, -1):
+                fresh[partition] = min(fresh.get(partition, item.low or 0), item.low or 0)
+        for item in (item for item in added if item.group == topic and item.high is not None):
+            reached[item.partition or 0] = max(reached.get(item.partition or 0, -1), item.high or 0)
+        cuts |= set(fresh.items())
     if 0 not in table.commits:
-        cuts |= {item.low for item in table.files if item.group == topic and item.low is not None}
+        cuts |= {
+            (item.partition or 0, item.low) for item in table.files if item.group == topic and item.low is not None
+        }
     return cuts

@@ -13,7 +13,7 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. ``kind``: raw, account, sources, numbering, content, order, topic, or rest."""
+    """One thing that is wrong. ``kind``: raw, account, sources, numbering, content, order, topic, rest, or sinks."""
 
     kind: str
     text: str

@@ -89,3 +89,19 @@ def _record(message: Message) -> LogRecord:
         message.value(),  # type: ignore[arg-type]
         tuple((str(name), value) for name, value in message.headers() or ()),  # type: ignore[misc]
     )
+
+
+def partition_of(key: bytes, count: int) -> int:
+    """The partition that Kafka's default partitioner chooses for a key: murmur2 as in the Java client."""
+    found = 0x9747B28C ^ len(key)
+    whole = len(key) - len(key) % 4
+    for at in range(0, whole, 4):
+        word = int.from_bytes(key[at : at + 4], "little") * _M & _BITS
+        found = (found * _M & _BITS) ^ ((word ^ word >> 24) * _M & _BITS)
+    if key[whole:]:
+        found = (found ^ int.from_bytes(key[whole:], "little")) * _M & _BITS
+    found = (found ^ found >> 13) * _M & _BITS
+    return ((found ^ found >> 15) & 0x7FFFFFFF) % count
+
+
+_M, _BITS = 0x5BD1E995, 0xFFFFFFFF

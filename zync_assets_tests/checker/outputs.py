@@ -10,7 +10,7 @@ from typing import Any
 from zync_assets_tests.checker import held
 from zync_assets_tests.checker.account import Account, Place
 from zync_assets_tests.checker.evidence import OutputFile, Row, Staging
-from zync_assets_tests.checker.logs import Log
+from zync_assets_tests.checker.logs import Log, partition_of
 from zync_assets_tests.checker.statement import Output, Statement
 from zync_assets_tests.checker.wire import BAD, Schemas
 from zync_assets_tests.model import OneToOne, Record
@@ -21,28 +21,29 @@ def sources(row: Row) -> list[Place]:
 
 
 def numbering(staging: Staging, output: Output) -> Iterator[str]:
-    """Rows of partition 0 go from base to before next, file by file, each once."""
-    known = [row for row in staging.of("output") if row["topic"] == output.topic]
+    """Rows of each partition go from base to before next, file by file, each once."""
+    known = {row["partition"]: row for row in staging.of("output") if row["topic"] == output.topic}
     files = staging.outputs.get(output.topic, [])
-    if not known and not files:
+    if sorted(known) != list(range(len(known))):
+        yield f"{output.topic}: the account has the output positions {sorted(known)}"
         return
-    if [row["partition"] for row in known] != [0]:
-        yield f"{output.topic}: the account has the output positions {[row['partition'] for row in known]}"
-        return
-    reached = known[0]["first"]
+    reached = {partition: row["first"] for partition, row in known.items()}
     for item in files:
         for row in item.rows:
-            at = (row["kafka"]["topic"], row["kafka"]["partition"], row["kafka"]["offset"])
-            if at != (output.topic, 0, reached):
-                yield f"{output.topic}: {at} is staged where offset {reached} should be"
-            reached = row["kafka"]["offset"] + 1
+            topic, partition, offset = (row["kafka"][name] for name in ("topic", "partition", "offset"))
+            if topic != output.topic or offset != reached.get(partition):
+                yield f"{output.topic}: {topic}/{partition}: {offset} is staged where {reached.get(partition)} should be"
+            reached[partition] = offset + 1
         yield from _statistics(item)
-    if reached != known[0]["end"]:
-        yield f"{output.topic}: staging goes up to {reached}, and the account's next number is {known[0]['end']}"
+    for partition, row in known.items():
+        if reached[partition] != row["end"]:
+            yield f"{output.topic}: staging goes up to {reached[partition]}, and the account's next number is {row['end']}"
 
 
 def _statistics(item: OutputFile) -> Iterator[str]:
     offsets = [row["kafka"]["offset"] for row in item.rows]
+    if len({row["kafka"]["partition"] for row in item.rows}) > 1:
+        yield f"file {item.file.path.name}: it holds outputs of several partitions"
     if (item.file.records, item.file.low, item.file.high) != (len(offsets), offsets[0], offsets[-1]):
         yield f"file {item.file.path.name}: its statistics are not what it holds"
 
@@ -50,8 +51,8 @@ def _statistics(item: OutputFile) -> Iterator[str]:
 def made_once(statement: Statement, staging: Staging, accounts: Mapping[tuple[str, int], Account]) -> Iterator[str]:
     """Each output is of done records. Each done record is in exactly one output, but for a view's, which may be in many."""
     made: Counter[Place] = Counter()
-    for topic, files in sorted(staging.outputs.items()):
-        for row in (row for item in files for row in item.rows):
+    for topic in sorted(staging.outputs):
+        for row in staging.current(topic):
             found = sources(row)
             if not found:
                 yield f"{topic}: offset {row['kafka']['offset']} was made of nothing"
@@ -70,11 +71,9 @@ def made_at_all(
     statement: Statement, staging: Staging, accounts: Mapping[tuple[str, int], Account], records: Mapping[Place, Record]
 ) -> Iterator[str]:
     """Done records without an output, apart from those whose source row ended, and from those of a view's table."""
-    made = {
-        place for files in staging.outputs.values() for item in files for row in item.rows for place in sources(row)
-    }
+    made = {place for topic in staging.outputs for row in staging.current(topic) for place in sources(row)}
     for topic, partition, offset in sorted(records):
-        if topic in statement.tables:
+        if topic in statement.tables or offset < staging.rebuilt(topic, partition):
             continue
         account = accounts.get((topic, partition))
         is_made = (topic, partition, offset) in made
@@ -89,7 +88,7 @@ def content(
     if statement.is_view(output.topic):
         return
     texts = {row["rule"]: json.loads(row["text"]) for row in staging.of("schema") if row["topic"] == output.topic}
-    for row in (row for item in staging.outputs.get(output.topic, []) for row in item.rows):
+    for row in staging.current(output.topic):
         numbers["outputs"] += 1
         place = f"{output.topic}: offset {row['kafka']['offset']}"
         rule, of = statement.rule(row["rule"]), [records.get(source) for source in sources(row)]
@@ -148,8 +147,8 @@ def equal(one: Any, other: Any) -> bool:
 def pairs(statement: Statement, staging: Staging, records: Mapping[Place, Record]) -> Iterator[str]:
     """Of a join key whose records lie in one partition a side, the k-th left one is with the k-th right one."""
     joined: dict[tuple[str, object], list[tuple[Place, Place]]] = defaultdict(list)
-    for files in staging.outputs.values():
-        for row in (row for item in files for row in item.rows):
+    for topic in staging.outputs:
+        for row in staging.current(topic):
             rule, of = statement.rule(row["rule"]), sources(row)
             if rule is not None and not isinstance(rule, OneToOne) and len(of) == 2 and of[0] in records:
                 joined[rule.name, rule.join(records[of[0]])].append((of[0], of[1]))
@@ -177,10 +176,11 @@ def order(
     """
     cuts, before, lost = staging.cuts.get(output.topic, set()), None, False
     reached: dict[held.Row, list[tuple[Place, tuple[int, int, int, int]]]] = defaultdict(list)
-    for row in (row for item in staging.outputs.get(output.topic, []) for row in item.rows):
+    partition = 0
+    for row in staging.current(output.topic):
         offset = row["kafka"]["offset"]
-        if offset in cuts:
-            before, lost = None, False
+        if (row["kafka"]["partition"], offset) in cuts or row["kafka"]["partition"] != partition:
+            before, lost, partition = None, False, row["kafka"]["partition"]
             reached.clear()
         found = sources(row)
         if any(of not in times for of in found):
@@ -202,33 +202,70 @@ def order(
 
 
 def published(
-    staging: Staging, output: Output, log: Log, schemas: Schemas, marks: Mapping[str, int], numbers: Counter[str]
+    staging: Staging,
+    output: Output,
+    logs: Mapping[int, Log],
+    schemas: Schemas,
+    marks: Mapping[str, int],
+    numbers: Counter[str],
 ) -> Iterator[str]:
     """The record at offset k of the topic is the one that staging numbers k; nothing else is in the topic."""
-    texts = {row["rule"]: json.loads(row["text"]) for row in staging.of("schema") if row["topic"] == output.topic}
-    position = next((row for row in staging.of("output") if row["topic"] == output.topic), None)
-    base, end = (position["first"], position["end"]) if position else (0, 0)
-    rows = {row["kafka"]["offset"]: row for item in staging.outputs.get(output.topic, []) for row in item.rows}
+    positions = {row["partition"]: row for row in staging.of("output") if row["topic"] == output.topic}
+    for partition, log in logs.items():
+        place = output.topic if len(logs) == 1 else f"{output.topic}/{partition}"
+        rows = {
+            row["kafka"]["offset"]: row
+            for item in staging.outputs.get(output.topic, [])
+            for row in item.rows
+            if row["kafka"]["partition"] == partition
+        }
+        position = positions.get(partition)
+        base, end = (position["first"], position["end"]) if position else (0, 0)
+        yield from _equal(place, output, log, rows, base, end, _texts(staging, output), schemas, numbers)
+        if len(positions) > 1:
+            for record in (record for record in log.records if record.offset >= base):
+                if partition != (partition_of(record.key, len(logs)) if record.key is not None else 0):
+                    yield f"{place}: the key of the record at offset {record.offset} is of another partition"
+        ids = (f"zync:{name}:{output.topic}:{partition}" for name in ("verified", "window"))
+        verified, window = (marks.get(name, base) for name in ids)
+        if verified > log.end or verified > end or window > end:
+            yield (
+                f"{place}: published up to {verified}, announced {window}, and the topic ends at {log.end}, staging at {end}"
+            )
+
+
+def _texts(staging: Staging, output: Output) -> dict[str, Any]:
+    return {row["rule"]: json.loads(row["text"]) for row in staging.of("schema") if row["topic"] == output.topic}
+
+
+def _equal(
+    place: str,
+    output: Output,
+    log: Log,
+    rows: Mapping[int, Row],
+    base: int,
+    end: int,
+    texts: Mapping[str, Any],
+    schemas: Schemas,
+    numbers: Counter[str],
+) -> Iterator[str]:
     held = {record.offset: record for record in log.records if record.offset >= base}
     numbers["published"] += len(held)
     for offset in range(max(base, log.low), log.end):
         if offset not in held:
-            yield f"{output.topic}: there is no record at offset {offset}"
+            yield f"{place}: there is no record at offset {offset}"
         elif offset not in rows:
-            yield f"{output.topic}: the record at offset {offset} is not in staging, which ends at {end}"
+            yield f"{place}: the record at offset {offset} is not in staging, which ends at {end}"
         else:
             record, row = held[offset], rows[offset]
             text = texts.get(row["schema"])
             for side, form, payload in (("key", output.key, record.key), ("value", output.value, record.value)):
                 value = schemas.decode(form, payload)
                 if text is None or value is BAD or not equal(value, staged(row, output.topic, side, text)):
-                    yield f"{output.topic}: the {side} of the record at offset {offset} is not staging's"
+                    yield f"{place}: the {side} of the record at offset {offset} is not staging's"
             own = tuple((pair["key"], pair["value"]) for pair in row.get("headers") or ())
             if text is not None and not text.get("provenance") and record.headers != own:
-                yield f"{output.topic}: the headers of the record at offset {offset} are not staging's"
-    verified, window = (marks.get(f"zync:{name}:{output.topic}:0", base) for name in ("verified", "window"))
-    if verified > log.end or verified > end or window > end:
-        yield f"{output.topic}: published up to {verified}, announced {window}, and the topic ends at {log.end}, staging at {end}"
+                yield f"{place}: the headers of the record at offset {offset} are not staging's"
 
 
 def is_left(
@@ -245,6 +282,6 @@ def is_left(
             if visible:
                 yield f"{item.topic}/{partition}: it ends at {log.end}, is ingested up to {upcoming}, transformed up to {seen}"
     for row in staging.of("output") if staging else ():
-        log = logs[row["topic"]].get(0)
+        log = logs[row["topic"]].get(row["partition"])
         if row["end"] > (log.end if log else row["first"]):
             yield f"{row['topic']}: staging ends at {row['end']}, the topic at {log.end if log else 'nothing'}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from zync_assets_tests.model import OneToOne, Pair, Record
-from zync_assets_tests.shop_rules import shop_rules, shop_topics
+from zync_assets_tests.shop_rules import customers_topic, shop_rules, shop_topics
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,32 @@ class View:
 
 
 @dataclass(frozen=True)
+class SinkTable:
+    """A table that a sink writes. ``mode``: ``upsert``, of a staged topic, or ``insert``."""
+
+    sink: str
+    pool: str
+    topic: str
+    name: str
+    mode: str = "upsert"
+
+    @property
+    def source(self) -> str:
+        """The source as the table of positions names it."""
+        return f"{self.pool}.{self.topic}"
+
+
+@dataclass(frozen=True)
 class Statement:
-    """``inputs`` and ``rules`` are in the pipeline file's order; ``rules`` are those of the staging pool alone."""
+    """``inputs`` and ``rules`` are in the pipeline file's order; ``rules`` are those of the staging pool alone. ``sinks`` are
+    looked at where their database is given."""
 
     inputs: Sequence[Input]
     staging: str
     outputs: Sequence[Output]
     rules: Sequence[OneToOne | Pair]
     views: Sequence[View] = ()
+    sinks: Sequence[SinkTable] = ()
 
     @property
     def tables(self) -> frozenset[str]:
@@ -94,7 +112,37 @@ def shop(prefix: str) -> Statement:
         "Staging",
         (Output(names.new, "avro", "avro", held=True), Output(names.audit, "string", "avro")),
         shop_rules(names),
+        sinks=(
+            SinkTable("latest", "Staging", names.new, "latest"),
+            SinkTable("audits", "Staging", names.audit, "audits", "insert"),
+            SinkTable("orders", "Raw", names.orders, "orders", "insert"),
+        ),
     )
+
+
+def shop_views(prefix: str) -> Statement:
+    """The shop's pool of views."""
+    names, out = shop_topics(prefix), customers_topic(prefix)
+    view = View(
+        "customer-orders",
+        out,
+        (names.orders, names.status),
+        lambda rows: _customers(rows[names.orders], rows[names.status]),
+    )
+    return replace(shop(prefix), staging="Views", outputs=(Output(out, "avro", "avro"),), rules=(), views=(view,))
+
+
+def _customers(orders: Any, statuses: Any) -> Iterable[tuple[Any, Any]]:
+    states = {row["order_id"]: row["status"] for row in statuses.values() if row["order_id"] is not None}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in orders.values():
+        own = {"id": row["id"], "item": row["item"], "status": states.get(row["id"])}
+        found.setdefault(row["customer"], []).append(own)
+    for customer, own in found.items():
+        # Nulls are first.
+        own.sort(key=lambda row: [(value is not None, value) for value in row.values()])
+        sent = sum(row["status"] == "sent" for row in own)
+        yield {"customer": customer}, {"customer": customer, "sent": sent, "orders": own}
 
 
 def orders(prefix: str) -> Statement:
@@ -127,5 +175,5 @@ def _documents(customers: Any, orders: Any, lines: Any) -> Iterable[tuple[Any, A
         )
 
 
-KNOWN: dict[str, Callable[[str], Statement]] = {"shop": shop, "orders": orders}
+KNOWN: dict[str, Callable[[str], Statement]] = {"shop": shop, "shop-views": shop_views, "orders": orders}
 """Pipelines that the command knows by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zync_assets_tests.checker import account, held, outputs, raw, views
+from zync_assets_tests.checker import account, held, outputs, raw, sinks, views
 from zync_assets_tests.checker.account import Place
 from zync_assets_tests.checker.evidence import Evidence, Staging
 from zync_assets_tests.checker.findings import Report
@@ -14,8 +14,11 @@ from zync_assets_tests.checker.wire import Schemas
 from zync_assets_tests.model import Record
 
 
-def judge(statement: Statement, evidence: Evidence, schemas: Schemas, *, drained: bool = False) -> Report:
-    """Whether all that was done is exactly once; with ``drained``, whether nothing is left to do either."""
+def judge(
+    statement: Statement, evidence: Evidence, schemas: Schemas, *, drained: bool = False, with_sinks: bool = False
+) -> Report:
+    """Whether all that was done is exactly once; with ``drained``, whether nothing is left to do either. ``with_sinks``: looks at
+    the tables of the sinks."""
     report = Report()
     decoded = {
         item.topic: {number: raw.decode(item, log, schemas) for number, log in evidence.logs[item.topic].items()}
@@ -28,10 +31,12 @@ def judge(statement: Statement, evidence: Evidence, schemas: Schemas, *, drained
     records = _records(evidence, decoded)
     if evidence.staging is not None:
         _judge_staging(report, statement, evidence, evidence.staging, records, schemas)
-    elif any(evidence.logs[item.topic].get(0) and evidence.logs[item.topic][0].records for item in statement.outputs):
+    elif any(log.records for item in statement.outputs for log in evidence.logs[item.topic].values()):
         report.add("topic", iter(["an output topic holds records, and nothing is staged"]))
     if drained:
         report.add("rest", outputs.is_left(statement, evidence.logs, _reached(evidence), evidence.staging))
+    if with_sinks:
+        report.add("sinks", sinks.problems(statement, evidence, report.numbers, drained=drained))
     return report
 
 
@@ -80,9 +85,8 @@ def _judge_staging(
         report.add("numbering", outputs.numbering(staging, item))
         report.add("content", outputs.content(statement, staging, item, records, report.numbers))
         report.add("order", outputs.order(staging, item, statement.place, times, records))
-        log = evidence.logs[item.topic].get(0)
-        if log is not None:
-            report.add("topic", outputs.published(staging, item, log, schemas, evidence.published, report.numbers))
+        logs = evidence.logs[item.topic]
+        report.add("topic", outputs.published(staging, item, logs, schemas, evidence.published, report.numbers))
 
 
 def _reached(evidence: Evidence) -> dict[tuple[str, int], tuple[int, int]]:

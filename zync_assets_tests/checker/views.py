@@ -39,7 +39,7 @@ def _latest(
         account = accounts.get((name, partition))
         if name != topic or account is None or account.kind(offset) != "done":
             continue
-        if record.value is None or record.value["op"] == "d":
+        if record.value is None or record.value["op"] == "d" or record.value["after"] is None:
             found.pop(_text(record.key), None)
         else:
             found[_text(record.key)] = record.value["after"]

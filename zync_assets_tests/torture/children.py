@@ -27,6 +27,8 @@ _LAUNCH = """
 import sys
 from pathlib import Path
 import zync_assets.cli.run as run
+from zync_assets.etl.views import state_fold
+state_fold.FILES = 6
 made = run.spark_session
 marker = Path(sys.argv.pop(1))
 def marked(*settings, **how):
@@ -37,7 +39,8 @@ run.spark_session = marked
 from zync_assets.cli.main import main
 main()
 """
-"""The command as it is, but that a file says when it has its Spark session: from then on a kill hits work."""
+"""The command as it is, but that a file says when it has its Spark session: from then on a kill hits work. The state of views
+is folded after a few batches, and not after many."""
 
 EXPECTED: dict[str, str] = {
     "broker unavailable": r"no Kafka broker answered|could not be reached",

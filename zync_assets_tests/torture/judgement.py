@@ -15,6 +15,8 @@ from zync_assets_tests.checker.verdict import judge
 from zync_assets_tests.checker.wire import BAD, Schemas
 from zync_assets_tests.model import GARBAGE, OneToOne, Record
 from zync_assets_tests.torture.children import start
+from zync_assets_tests.torture.events import event_findings
+from zync_assets_tests.torture.plan import OUTPUTS
 from zync_assets_tests.torture.report import Tally
 from zync_assets_tests.torture.world import World
 
@@ -29,7 +31,7 @@ def drain(world: World, tally: Tally) -> None:
         text = log.read_text(errors="replace")
         if code == 0:
             return
-        for topic in (world.shop.new, world.shop.audit):
+        for topic in (getattr(world.shop, name) for name in OUTPUTS):
             if f"--recreate {topic}." in text or f"--recreate {topic}\n" in text:
                 tally.count("errors", "topics made anew after a foreign record")
                 start(world.pipeline, "to-kafka", log, marker, {}, "--recreate", topic).wait()
@@ -39,15 +41,31 @@ def drain(world: World, tally: Tally) -> None:
 def verdict(world: World, tally: Tally) -> None:
     """The checker's findings and the model's, and the numbers of both."""
     statement, schemas = world.statement, Schemas(world.services.registry_url)
-    evidence = gather(world.shop.servers, world.folder / "lake", statement)
-    report = judge(statement, evidence, schemas, drained=True)
+    evidence = gather(world.shop.servers, world.folder / "lake", statement, world.pipeline.with_name("shop.db"))
+    report = judge(statement, evidence, schemas, drained=True, with_sinks=True)
     for item in report.findings:
         tally.find(f"checker: {item}")
     tally.checked.update(report.numbers)
     for text in differences(world, statement, evidence, schemas):
         tally.find(f"model: {text}")
+    for text in event_findings(world, list(_records(statement, evidence, schemas)), schemas, tally.checked):
+        tally.find(f"events: {text}")
     if evidence.staging:
         tally.checked["batches"] = evidence.staging.batch or 0
+    _judge_views(world, tally, schemas)
+
+
+def _judge_views(world: World, tally: Tally, schemas: Schemas) -> None:
+    """The checker's findings about the pool of views. The output, folded by key, is the result for the latest rows."""
+    evidence = gather(world.shop.servers, world.folder / "lake", world.views)
+    report = judge(world.views, evidence, schemas, drained=True)
+    for item in report.findings:
+        tally.find(f"checker, views: {item}")
+    if evidence.staging is None:
+        tally.find("no view is staged")
+    else:
+        tally.checked["batches of views"] = evidence.staging.batch or 0
+        tally.checked["outputs of views"] = report.numbers["published"]
 
 
 def differences(world: World, statement: Statement, evidence: Evidence, schemas: Schemas) -> Iterable[str]:

@@ -22,6 +22,7 @@ POINTS: dict[str, tuple[str, ...]] = {
         "retention:removed",
     ),
     "etl": (
+        "etl:state-written",
         "etl:outputs-written",
         "etl:ledger-written",
         "etl:ledger-folded",
@@ -29,6 +30,8 @@ POINTS: dict[str, tuple[str, ...]] = {
         "etl:table-created",
         "etl:columns-added",
         "etl:committed",
+        "fold:written",
+        "fold:committed",
         "compact:written",
         "compact:committed",
         "retention:released",
@@ -42,8 +45,10 @@ POINTS: dict[str, tuple[str, ...]] = {
         "publish:verified",
         "publish:window-closed",
     ),
+    "sink": ("sink:prepared", "sink:loaded", "sink:merging", "sink:merged"),
 }
 RECREATING = ("publish:topic-deleted", "publish:topic-created")
+OUTPUTS = ("new", "audit", "customers", "met", "changed")
 RARE = frozenset(
     {
         "ingest:table-created",
@@ -70,7 +75,7 @@ class ChildPlan:
     term     SIGTERM, ``delay`` seconds after it has its session
     itself   when it is done
 
-    ``recreate``: which of the output topics, ``new`` or ``audit``, it makes anew.
+    ``recreate``: which of the output topics, ``new``, ``audit`` or ``customers``, it makes anew.
     """
 
     command: str
@@ -121,10 +126,10 @@ def children(seed: int, place: int) -> Iterator[ChildPlan]:
     """The processes that an instance runs one after the other."""
     dice = random.Random(f"{seed} children {place}")
     while True:
-        command = dice.choices(("run", "from-kafka", "etl", "to-kafka", "recreate"), (16, 4, 8, 12, 1))[0]
+        command = dice.choices(("run", "from-kafka", "etl", "to-kafka", "sink", "recreate"), (16, 4, 8, 12, 6, 1))[0]
         if command == "recreate":
             ends = [*(ChildPlan("to-kafka", "point", point) for point in RECREATING), ChildPlan("to-kafka", "itself")]
-            yield replace(dice.choices(ends, (1, 1, 8))[0], recreate=dice.choice(("new", "audit")))
+            yield replace(dice.choices(ends, (1, 1, 8))[0], recreate=dice.choice(OUTPUTS))
             continue
         end = dice.choices(("point", "moment", "start", "term", "itself"), (60, 25, 3, 4, 8))[0]
         if end == "point":

@@ -42,7 +42,7 @@ class Daemon(threading.Thread):
         self.world, self.tally, self.plans = world, tally, plans
         self.home = world.folder / "dagster"
         self.home.mkdir(exist_ok=True)
-        (self.home / "dagster.yaml").write_text((ROOT / "dagster.yaml").read_text())
+        (self.home / "dagster.yaml").write_text((ROOT / "demo" / "dagster.yaml").read_text())
         self.done = 0
         self.began = time.time()
 

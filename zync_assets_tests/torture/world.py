@@ -39,6 +39,11 @@ class World:
         return statements.shop(self.prefix)
 
     @property
+    def views(self) -> Statement:
+        """The statement of the pipeline's second staging pool."""
+        return statements.shop_views(self.prefix)
+
+    @property
     def pipeline(self) -> Path:
         return self.shop.pipeline.path
 
@@ -58,7 +63,9 @@ def make_world(folder: Path, prefix: str, *, there: bool) -> World:
     """Start the services and make the pipeline; with ``there``, its topics and lake are those of an earlier run."""
     folder.mkdir(parents=True, exist_ok=True)
     services = up(folder / "services", broker_properties=HASTY)
-    shop = make_shop(services, folder, prefix, settle=SETTLE, there=there, retention=RETENTION)
+    shop = make_shop(
+        services, folder, prefix, settle=SETTLE, there=there, retention=RETENTION, sinks=True, views=True, events=True
+    )
     for topic, state in topic_states(shop.pipeline.kafka, [shop.orders, shop.status]).items():
         # An earlier run may have added some.
         shop.sent.update({(topic, part.partition): [] for part in state.partitions})
