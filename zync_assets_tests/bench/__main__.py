@@ -13,14 +13,17 @@ import click
 from zync_assets.cli.terminal import print_rows
 from zync_assets_tests.bench import codecs
 from zync_assets_tests.bench.etl import measure_etl
+from zync_assets_tests.bench.history import measure_history
 from zync_assets_tests.bench.idle import measure_idle
-from zync_assets_tests.bench.increments import measure_commits, measure_increment
+from zync_assets_tests.bench.increments import measure_commits, measure_events, measure_increment
 from zync_assets_tests.bench.ingest import measure_ingest
 from zync_assets_tests.bench.latency import measure_latency
 from zync_assets_tests.bench.memory import measure_memory
 from zync_assets_tests.bench.publish import measure_publish
 from zync_assets_tests.bench.rounds import Rounds, say
-from zync_assets_tests.bench.sinks import measure_sinks
+from zync_assets_tests.bench.shell import measure_shell
+from zync_assets_tests.bench.sink_latency import measure_sink_latency
+from zync_assets_tests.bench.sinks import measure_sink_memory, measure_sinks
 from zync_assets_tests.bench.table import COLUMNS
 from zync_assets_tests.bench.views import measure_views
 from zync_assets_tests.bench.warm import measure_warm
@@ -31,13 +34,18 @@ STEPS: dict[str, Callable[[World], Iterator[dict[str, object]]]] = {
     "etl": measure_etl,
     "publish": measure_publish,
     "increment": measure_increment,
+    "events": measure_events,
     "idle": measure_idle,
     "latency": measure_latency,
     "commits": measure_commits,
     "memory": measure_memory,
     "warm": measure_warm,
+    "shell": measure_shell,
+    "history": measure_history,
     "views": measure_views,
     "sinks": measure_sinks,
+    "sink-latency": measure_sink_latency,
+    "sink-memory": measure_sink_memory,
 }
 BEGINNINGS = {name: name for name in STEPS} | {"commits": "many commits"}
 """Step → how the names of its measurements begin."""

@@ -40,6 +40,28 @@ HISTORIES = (
 COMMITS = (History("50 commits", 60_000, commits=50), History("5,000 commits", 60_000, commits=5_000))
 
 
+_FREE = REST.replace("{topic: new-invoices,", "{topic: new-invoices, hold: false,")
+_PAIR = _FREE.partition("    type: denorm")[2].partition("    key:")[0]
+_GROUP = """\
+    type: group
+    where: value.op IN ('c', 'r')
+    records: {i: invoices, s: statuses}
+    group-by: {i: value.id, s: value.invoice}
+    complete-when: count(*) = 2
+    out: new-invoices
+"""
+EVENTS = {
+    "none of it": _FREE,
+    "hold": REST,
+    "12 partitions": _FREE.replace("create: {", "create: {partitions: 12, "),
+    "a group": _FREE.replace(f"    type: denorm{_PAIR}", _GROUP)
+    .replace("id: left.value.id", "id: max(i.value.id)")
+    .replace(": left.value", ": first(i).value")
+    .replace(": right.value", ": first(s).value"),
+}
+"""Name of a feature → the pipeline with it."""
+
+
 def measure_increment(world: World) -> Iterator[dict[str, object]]:
     """2,000 new records after each history, in turn."""
     yield from _measure(world, "increment", HISTORIES, "≤ 1.2, ≤ 1.5 s")
@@ -48,6 +70,17 @@ def measure_increment(world: World) -> Iterator[dict[str, object]]:
 def measure_commits(world: World) -> Iterator[dict[str, object]]:
     """2,000 new records after the same history in few commits and in many."""
     yield from _measure(world, "many commits", COMMITS, "≤ 1.3")
+
+
+def measure_events(world: World) -> Iterator[dict[str, object]]:
+    """2,000 new records after 0.6 million, with the features of events and without."""
+    history = History("0.6 million", 600_000)
+    made = {
+        work: _Growing(world, history, text, f"events-{place}") for place, (work, text) in enumerate(EVENTS.items())
+    }
+    found = world.rounds.measure(f"events, {world.scale}", {work: growing.increment for work, growing in made.items()})
+    for work in EVENTS:
+        yield time_row("events", f"{NEW:,} with {work}", found[work], found["none of it"], "≤ 1.2")
 
 
 def _measure(world: World, step: str, histories: tuple[History, ...], goal: str) -> Iterator[dict[str, object]]:
@@ -61,11 +94,9 @@ def _measure(world: World, step: str, histories: tuple[History, ...], goal: str)
 class _Growing:
     """A lake with a history, made when it is first needed, which each increment makes longer by NEW records."""
 
-    def __init__(self, world: World, history: History) -> None:
+    def __init__(self, world: World, history: History, text: str = REST, name: str = "increment") -> None:
         self.world, self.history = world, history
-        self.pipeline = world.pipeline(
-            f"increment-{history.work.replace(' ', '-').replace(',', '')}-{world.scale}", REST
-        )
+        self.pipeline = world.pipeline(f"{name}-{history.work.replace(' ', '-').replace(',', '')}-{world.scale}", text)
         self.invoice = 0
 
     def increment(self) -> float:

@@ -40,7 +40,7 @@ def measure_ingest(world: World) -> Iterator[dict[str, object]]:
             f"ingest, {work}, {records}",
             {
                 "ours": lambda pipeline=pipeline, records=records: _ours(world, pipeline, records),
-                "reference": lambda topic=topic, partitions=partitions, records=records: _reference(
+                "reference": lambda topic=topic, partitions=partitions, records=records: bare_read(
                     world, topic, partitions, records
                 ),
             },
@@ -59,7 +59,8 @@ def _ours(world: World, pipeline: Pipeline, records: int) -> float:
     return took
 
 
-def _reference(world: World, topic: str, partitions: int, records: int) -> float:
+def bare_read(world: World, topic: str, partitions: int, records: int) -> float:
+    """Seconds of the bare loops in warm processes, a loop a task."""
     share = records // partitions
     if partitions == 1:
         parts = [[(0, records * part // TASKS, records * (part + 1) // TASKS)] for part in range(TASKS)]

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -45,27 +46,39 @@ def measure_latency(world: World) -> Iterator[dict[str, object]]:
     world.empty(pipeline)
     create_topic(pipeline.kafka, topic, 1, 1, {})
     say("latency: starting zync run")
-    command = [*ZYNC, "run", str(world.folder / "latency.yaml")]
-    servers, log = world.services.bootstrap_servers, world.folder / "latency.log"
+    found = under_load(world, "latency", topic, partial(_received, world.services.bootstrap_servers, f"{topic}-out"))
+    middle, late = middle_and_late(found)
+    yield time_row("latency", f"{RATE:,}/s, median", [middle], None, "≤ 1.5 s")
+    yield time_row("latency", f"{RATE:,}/s, 99th percentile", [late], None, "≤ 4 s")
+
+
+def under_load(
+    world: World, name: str, topic: str, arrivals: Callable[[int, Callable[[], None]], list[float]]
+) -> list[float]:
+    """What ``arrivals(count, check)`` returns while ``zync run`` works on a pipeline and records are sent to a topic."""
+    command = [*ZYNC, "run", str(world.folder / f"{name}.yaml")]
+    servers, log = world.services.bootstrap_servers, world.folder / f"{name}.log"
     with (
         log.open("w") as written,
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=written) as process,
     ):
         itself = psutil.Process(process.pid)
-        sender = Thread(target=_send, args=(servers, topic, process))
+        sender = Thread(target=send, args=(servers, topic, process))
         sender.start()
         try:
-            found = _received(servers, f"{topic}-out", RATE * (WARM + SECONDS), _watch(process, log))
+            return arrivals(RATE * (WARM + SECONDS), watch(process, log))
         finally:
             processes.stop([itself])
             sender.join()
+
+
+def middle_and_late(found: list[float]) -> tuple[float, float]:
+    """The median and the 99th percentile of the seconds, in the order of sending, after the beginning."""
     counted = sorted(found[RATE * WARM :])
-    middle, late = statistics.median(counted), counted[len(counted) * 99 // 100]
-    yield time_row("latency", f"{RATE:,}/s, median", [middle], None, "≤ 1.5 s")
-    yield time_row("latency", f"{RATE:,}/s, 99th percentile", [late], None, "≤ 4 s")
+    return statistics.median(counted), counted[len(counted) * 99 // 100]
 
 
-def _watch(process: subprocess.Popen[bytes], log: Path) -> Callable[[], None]:
+def watch(process: subprocess.Popen[bytes], log: Path) -> Callable[[], None]:
     """A function that raises an error if ``process`` has ended, or the time limit is over. Waiting loops call it."""
     deadline = time.monotonic() + LIMIT
 
@@ -83,7 +96,7 @@ def _watch(process: subprocess.Popen[bytes], log: Path) -> Callable[[], None]:
     return check
 
 
-def _send(servers: str, topic: str, process: subprocess.Popen[bytes]) -> None:
+def send(servers: str, topic: str, process: subprocess.Popen[bytes]) -> None:
     """Send records as long as ``process`` lives. After its end, nobody waits for records."""
     producer = Producer({"bootstrap.servers": servers, "linger.ms": 5})
     started = time.time()

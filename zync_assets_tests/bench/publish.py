@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import staging
+from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
 from zync_assets.publish.commit import recreate_topic
 from zync_assets.publish.encoding import encoded_rows, staged_topic
@@ -20,11 +21,13 @@ from zync_assets_tests.bench.references import prepare_records, produce
 from zync_assets_tests.bench.table import rate_row
 from zync_assets_tests.bench.world import World
 
+PARTITIONS = 12
+
 REST = """
 inputs:
   - {{topic: sent, pool: Raw, key-format: string, value-format: avro}}
 outputs:
-  - {{topic: {out}, pool: Staging, format: avro, create: {{replication-factor: 1}}}}
+  - {{topic: {out}, pool: Staging, format: avro, create: {{partitions: {count}, replication-factor: 1}}}}
 transforms:
   - {{name: all, type: stateless, in: sent, out: {out}, key: {{id: in.value.id}}, value: in.value}}
 """
@@ -37,7 +40,7 @@ def measure_publish(world: World) -> Iterator[dict[str, object]]:
     path = world.folder / f"bytes-{records}.parquet"
     state = staging.open_staging(pipeline.lake, "Staging")
     assert state is not None
-    rows = encoded_rows(staged_topic(state, pipeline.outputs[0].topic, pipeline.registry), 0, records)
+    rows = encoded_rows(staged_topic(state, pipeline.outputs[0].topic, pipeline.registry), OffsetRange(0, 0, records))
     pq.write_table(pa.Table.from_batches(list(rows)).select(["key", "value"]), path)
     found = world.rounds.measure(
         f"publish, {records}",
@@ -46,14 +49,25 @@ def measure_publish(world: World) -> Iterator[dict[str, object]]:
             "reference": lambda: _reference(world, pipeline, str(path), records),
         },
     )
-    world.empty(pipeline)
     yield rate_row("publish", f"{records:,} × 8 fields", records, found["ours"], found["reference"], 0.7)
+    shared = staged(world, records, PARTITIONS)
+    found = world.rounds.measure(
+        f"publish to {PARTITIONS} partitions, {records}",
+        {
+            "ours": lambda: publish_once(world, shared, records),
+            "reference": lambda: publish_once(world, pipeline, records),
+        },
+    )
+    world.empty(shared)
+    world.empty(pipeline)
+    what = f"{records:,} × 8 fields to {PARTITIONS} partitions, against one"
+    yield rate_row("publish", what, records, found["ours"], found["reference"], 1.0)
 
 
-def staged(world: World, records: int) -> Pipeline:
-    """A pipeline whose staging pool has that many records, none of them published."""
-    name = f"publish-{records}"
-    pipeline = world.pipeline(name, REST.format(out=f"bench-{name}"))
+def staged(world: World, records: int, count: int = 1) -> Pipeline:
+    """A pipeline whose staging pool has that many records, none of them published. ``count``: the topic's partitions."""
+    name = f"publish-{records}" + (f"-{count}" if count > 1 else "")
+    pipeline = world.pipeline(name, REST.format(out=f"bench-{name}", count=count))
     world.empty(pipeline)
     if topic_states(pipeline.kafka, [pipeline.outputs[0].topic]):
         delete_topic(pipeline.kafka, pipeline.outputs[0].topic)  # of an earlier run

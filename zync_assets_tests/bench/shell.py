@@ -1,0 +1,67 @@
+"""Commands from the shell to the next prompt: each is a whole process with a JVM of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+
+from zync_assets.kafka.topics import delete_topic
+from zync_assets.pipeline import Pipeline
+from zync_assets_tests.bench import data, etl, ingest
+from zync_assets_tests.bench.table import rate_row, time_row
+from zync_assets_tests.bench.world import ZYNC, World
+
+
+def measure_shell(world: World) -> Iterator[dict[str, object]]:
+    """Ingest of 5 million records, ETL of 4.5 million, and the checks of these and of their published outputs."""
+    yield _ingest(world)
+    yield from _etl_and_check(world)
+
+
+def _ingest(world: World) -> dict[str, object]:
+    records = world.sized(5_000_000)
+    topic = f"bench-orders-1-{records}"
+    pipeline = world.pipeline(f"shell-{topic}", ingest.REST.format(topic=topic))
+    data.fill_topic(pipeline, topic, 1, records, data.ORDER, data.orders)
+
+    def ours() -> float:
+        world.empty(pipeline)
+        return _run(pipeline, "from-kafka")
+
+    found = world.rounds.measure(
+        f"shell, ingest, {records}",
+        {"ours": ours, "reference": lambda: ingest.bare_read(world, topic, 1, records)},
+    )
+    world.empty(pipeline)
+    return rate_row("shell", f"zync from-kafka, {records:,} records", records, found["ours"], found["reference"], 0.55)
+
+
+def _etl_and_check(world: World) -> Iterator[dict[str, object]]:
+    records = world.sized(4_500_000)
+    pipeline = world.pipeline(f"shell-etl-{records}", etl.REST)
+    world.empty(pipeline)
+    etl.append_invoices(pipeline, 0, records // 3)
+
+    def ours() -> float:
+        world.empty(pipeline, "Staging")
+        return _run(pipeline, "etl")
+
+    found = world.rounds.measure(
+        f"shell, etl, {records}",
+        {"ours": ours, "reference": lambda: etl.reference(world, pipeline, records)},
+    )
+    yield time_row("shell", f"zync etl, {records:,} raw records", found["ours"], found["reference"], "≤ 5")
+    _run(pipeline, "to-kafka")
+    checks = world.rounds.measure(f"shell, check, {records}", {"ours": lambda: _run(pipeline, "check")})
+    yield time_row(
+        "shell", f"zync check, {records:,} raw records, {records // 3 * 2:,} published", checks["ours"], None, "≤ 5 s"
+    )
+    world.empty(pipeline)
+    delete_topic(pipeline.kafka, pipeline.outputs[0].topic)
+
+
+def _run(pipeline: Pipeline, command: str) -> float:
+    started = time.monotonic()
+    subprocess.run([*ZYNC, command, str(pipeline.path)], check=True, capture_output=True)
+    return time.monotonic() - started
