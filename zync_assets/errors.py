@@ -14,6 +14,7 @@
     │   ├── NotAuthorized          an ACL is missing
     │   ├── TopicMissing
     │   ├── TopicRecreated         the topic is another one than the pool's
+    │   ├── PartitionsChanged      an output topic has other partitions than its outputs are numbered for
     │   ├── DataLoss               offsets are gone that were not ingested yet
     │   ├── ForeignRecord          an output topic holds a record that staging does not
     │   └── RecordTooLarge
@@ -206,6 +207,15 @@ class TopicRecreated(KafkaError):
 
     >>> from zync_assets import KafkaError, TopicRecreated
     >>> issubclass(TopicRecreated, KafkaError)
+    True
+    """
+
+
+class PartitionsChanged(KafkaError):
+    """An output topic has more partitions, or fewer, than its outputs are numbered for.
+
+    >>> from zync_assets import KafkaError, PartitionsChanged
+    >>> issubclass(PartitionsChanged, KafkaError)
     True
     """
 

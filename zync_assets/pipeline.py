@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from zync_assets.queries import Lookup, Shape, View, ViewTable
+from zync_assets.queries import Expiry, GroupDefinition, Lookup, Shape, View, ViewTable, ZedTypes
 
 Format: TypeAlias = Literal["avro", "connect-json", "json", "string", "bytes"]
 Unmatched: TypeAlias = Literal["keep", "drop", "fail"]
@@ -207,11 +207,15 @@ class Output:
     rule, no record is pending (``Rule.held``)."""
     shape: RecordShape | None = None
     """The filter and mapping of every record of the topic. The rules contain the shape already."""
+    coalesce: bool = False
+    """Whether several changes of one key in a batch become one."""
     key_subject: SubjectNameStrategy = "topic"
     value_subject: SubjectNameStrategy = "topic"
     """The strategy for the name of the subject under which an Avro schema is registered."""
     namespace: str | None = None
     """The namespace of Avro records; None: made of the topic's name."""
+    partition_by: str | None = None
+    """An expression over ``key`` and ``value`` for the partition; None: Kafka's default partitioner chooses by the key."""
 
 
 @dataclass(frozen=True)
@@ -249,6 +253,18 @@ class Rule:
     """The query of a rule of kind ``view``, which has one side for each topic of its tables."""
     lookups: tuple[Lookup, ...] = ()
     """The rows that the rule looks up for each of its outputs."""
+    zed: ZedTypes | None = None
+    """What a rule in Zed leaves to the types of its topics; None: a rule of Spark SQL."""
+    was: str | None = None
+    """The former name of the rule."""
+    group: GroupDefinition | None = None
+    """What makes a group of a rule of kind ``group`` complete."""
+    expiry: Expiry | None = None
+    """How long a pending record of the rule waits; None: for ever."""
+    part_of: str | None = None
+    """The rule that this is a further output of: it takes no records of its own, and gets the matches of that rule."""
+    explode: str | None = None
+    """An array: the rule makes an output of each element, which its expressions see as ``item``."""
 
     @property
     def topics(self) -> tuple[str, ...]:
@@ -265,7 +281,9 @@ class Rule:
         return tuple(dict.fromkeys((*self.topics, *(table.topic for table in self.tables))))
 
     def counterparts(self, side: Side) -> tuple[Side, ...]:
-        """The sides whose records may complete a pending record of ``side``: the others, or the only one."""
+        """The sides whose records may complete a pending record of ``side``: the others, the only one, or all of a group."""
+        if self.group is not None:
+            return self.sides
         return tuple(other for other in self.sides if other != side) or self.sides
 
     def side(self, topic: str) -> Side:
@@ -274,6 +292,7 @@ class Rule:
 
 
 MissingField: TypeAlias = Literal["null", "fail"]
+OnRuleChange: TypeAlias = Literal["continue", "fail"]
 SinkMode: TypeAlias = Literal["upsert", "insert"]
 Evolve: TypeAlias = Literal["none", "add", "widen"]
 
@@ -354,6 +373,8 @@ class Pipeline:
     """The consumer group that shows in Kafka how far ingest is; never read."""
     missing_field: MissingField = "null"
     """The treatment of a field in a rule that neither a record nor the registry's newest schema has."""
+    on_rule_change: OnRuleChange = "continue"
+    """The effect of an edit of rules after their last batch."""
     order_delay: float = 1.0
     """Seconds that a producer may take to send a record after records that come later in the source's order."""
     transactions: Transactions | None = None
@@ -375,6 +396,10 @@ class Pipeline:
     def output(self, topic: str) -> Output:
         """The output of that name; KeyError if there is none."""
         return {item.topic: item for item in self.outputs}[topic]
+
+    @property
+    def sink_names(self) -> tuple[str, ...]:
+        return tuple(item.name for item in self.sinks)
 
     def sink(self, name: str) -> Sink:
         """The sink of that name; KeyError if there is none."""

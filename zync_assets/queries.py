@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 Shape: TypeAlias = "str | Mapping[str, Shape] | None"
 """One Spark SQL expression, a mapping of field names to shapes (any depth), or None: a null (a tombstone)."""
+
+Path: TypeAlias = tuple[str, ...]
+"""The names of a field from its record on: ``("in", "value", "after", "ID")``."""
 
 Missing: TypeAlias = Literal["wait", "null", "quarantine"]
 """What becomes of a record whose row is missing."""
@@ -44,7 +47,7 @@ class ViewJoin:
     near: str
 
 
-class Step(NamedTuple):
+class JoinStep(NamedTuple):
     """A join on the way along the joins. ``pairs``: an expression over the nearer alias, and that over the farther alias
     that equals it."""
 
@@ -71,19 +74,19 @@ class View:
         """The table of an alias; KeyError if there is none."""
         return {table.alias: table for table in self.tables}[alias]
 
-    def outwards(self, start: str) -> list[Step]:
+    def outwards(self, start: str) -> list[JoinStep]:
         """The joins from an alias outwards, in the order of the way."""
-        found, known = list[Step](), [start]
+        found, known = list[JoinStep](), [start]
         for near in known:
             for join in self.joins:
                 far = join.alias if join.near == near else join.near if join.alias == near else None
                 if far is not None and far not in known:
                     known.append(far)
                     pairs = list(join.on) if far == join.alias else [(own, other) for other, own in join.on]
-                    found.append(Step(near, far, pairs))
+                    found.append(JoinStep(near, far, pairs))
         return found
 
-    def path(self, start: str, ends: Iterable[str]) -> list[Step]:
+    def path(self, start: str, ends: Iterable[str]) -> list[JoinStep]:
         """The joins that lead from an alias to some aliases."""
         steps = self.outwards(start)
         above = {step.far: step.near for step in steps}
@@ -117,3 +120,99 @@ class Lookup:
     def condition(self) -> str:
         """The look-up as a condition, as the pipeline file may have it."""
         return " AND ".join(f"{own} = {record}" for record, own in self.on)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a rule's Zed demands of a field's type, because Spark SQL would give another result for another type.
+
+    ``kinds``: the kinds that the type may be of; empty: the kind of the field ``other``. ``role``: what the field is in the
+    text, such as "is compared with a text". ``place``: line and column in the pipeline file.
+    """
+
+    path: Path
+    kinds: tuple[str, ...]
+    role: str
+    place: tuple[int, int]
+    other: Path = ()
+
+
+@dataclass(frozen=True)
+class FieldStep:
+    """One step to the fields of a record: ``keep`` all fields of ``path``, ``put`` one, ``drop`` one, or ``rename`` ``old``."""
+
+    kind: Literal["keep", "put", "drop", "rename"]
+    name: str = ""
+    path: Path = ()
+    shape: Shape | FieldSteps = None
+    old: str = ""
+
+
+@dataclass(frozen=True)
+class FieldSteps:
+    """A record with fields that only its topic's schema names. ``place``: the names down to it, from ``key`` or ``value`` on."""
+
+    steps: tuple[FieldStep, ...]
+    place: Path = ()
+
+
+@dataclass(frozen=True)
+class ZedTypes:
+    """What a rule's Zed leaves to the types of its topics: the demands, and the records with the fields of their topics."""
+
+    demands: tuple[Demand, ...] = ()
+    records: tuple[FieldSteps, ...] = ()
+
+
+OnExpire: TypeAlias = Literal["quarantine", "drop", "emit"]
+
+
+@dataclass(frozen=True)
+class Expiry:
+    """How long a record of a rule waits. ``text``: the duration as the pipeline file spells it."""
+
+    after_ms: int
+    action: OnExpire
+    text: str
+
+    @property
+    def reason(self) -> str:
+        """Why a record expired."""
+        return f"nothing completed the record within {self.text}"
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """An aggregate over the records of a group. ``name``: the call as the pipeline file spells it, and the name of its column.
+
+    ``arguments``: side → the argument for a record of the side. The records of other sides do not count.
+    """
+
+    name: str
+    function: str
+    arguments: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class GroupDefinition:
+    """What makes a group complete. ``complete``: a condition over the columns of ``aggregates``. The expressions of the rule are
+    over these columns too."""
+
+    aggregates: tuple[Aggregate, ...]
+    complete: str
+
+    @property
+    def expressions(self) -> list[str]:
+        """The arguments of the aggregates, and the condition."""
+        return [*(sql for item in self.aggregates for sql in item.arguments.values()), self.complete]
+
+    def named(self, *functions: str) -> tuple[Aggregate, ...]:
+        """The aggregates of some functions."""
+        return tuple(item for item in self.aggregates if item.function in functions)
+
+    def edited(self, edit: Callable[[str], str]) -> GroupDefinition:
+        """The group with edited expressions."""
+        each = ((item, {side: edit(sql) for side, sql in item.arguments.items()}) for item in self.aggregates)
+        return GroupDefinition(
+            tuple(replace(item, arguments=arguments) for item, arguments in each), edit(self.complete)
+        )

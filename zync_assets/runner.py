@@ -20,13 +20,17 @@ from zync_assets.errors import (
     ZyncError,
 )
 from zync_assets.etl.commit import commit_staging
+from zync_assets.etl.history import rebuild_events
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, Rebuild, plan_etl, read_raw, rebuild_plan, transform
 from zync_assets.etl.retries import NOTHING, Retry
-from zync_assets.etl.streams import may_be_ordered
+from zync_assets.etl.rule_changes import refuse_moves, report_changes
+from zync_assets.etl.streams import may_be_ordered, unseen
 from zync_assets.etl.views.batch import check_definitions
 from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import RawBatch, plan_ingest, read_input
 from zync_assets.kafka.topics import Survey, TopicState, survey
+from zync_assets.lake import raw, staging
+from zync_assets.lake.head import Head
 from zync_assets.lake.quarantine import Selection, quarantined_records
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.readings import Reading, TopicEnds, are_confirmed, keep_reading, read_readings
@@ -228,6 +232,18 @@ def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING) -> Ite
     raise_first(troubles)
 
 
+def etl_backlog(pipeline: Pipeline) -> int:
+    """The number of offsets that are ingested and new to ETL, summed over the staging pools."""
+    total = 0
+    for pool in pipeline.staging_pools:
+        # Staging is read before raw, so that seen is never past a raw table's next offset.
+        state = staging.open_staging(pipeline.lake, pool)
+        states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in pipeline.inputs_of(pool)}
+        found = unseen(states, state.head if state else Head())
+        total += sum(part.end - part.first for parts in found.values() for part in parts)
+    return total
+
+
 def read_etl(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOTHING) -> EtlBatch:
     """The next ETL batch of a staging pool. The batch is lazy and starts no session."""
     return _read_plan(pipeline, session, plan_etl(pipeline, pool, retry))
@@ -238,28 +254,38 @@ def _read_plan(pipeline: Pipeline, session: Session, plan: EtlPlan) -> EtlBatch:
     return transform(session, pipeline, plan, slices)
 
 
-def rebuild_all(pipeline: Pipeline, session: Session, kind: Rebuild) -> Iterator[EtlCommit]:
-    """Compute the results of views again, in each staging pool with views, and stage the differences. ``kind``: see
-    ``EtlPlan``."""
+def rebuild_all(
+    pipeline: Pipeline, session: Session, kind: Rebuild = "views", topics: Sequence[str] = ()
+) -> Iterator[EtlCommit]:
+    """Compute the outputs of views and event rules again, in each staging pool, and stage the differences.
+
+    ``kind``: of the views, see ``EtlPlan``. ``topics``: the output topics whose rules are rebuilt; empty: all.
+    """
 
     def read(pool: str) -> EtlBatch:
         return _read_plan(pipeline, session, rebuild_plan(pipeline, pool, kind))
 
     for pool in pipeline.staging_pools:
-        made = commit_etl(pipeline, partial(read, pool))
-        if made is not None:
-            yield made
+        if any(rule.tables and (not topics or rule.out in topics) for rule in pipeline.rules_of(pool)):
+            made = commit_etl(pipeline, partial(read, pool))
+            if made is not None:
+                yield made
+        yield from rebuild_events(pipeline, session, pool, tuple(topics))
 
 
 def commit_etl(
     pipeline: Pipeline, read: Callable[[], EtlBatch], first: EtlBatch | None = None, log: Log = _log.warning
 ) -> EtlCommit | None:
     """Commit one ETL batch; None if there is nothing to do. ``first``: a batch that was read already."""
-    return retried(read, partial(_commit_staging, pipeline), lambda batch: batch.plan.head.batch, first, log)
+    return retried(read, partial(_commit_staging, pipeline, log), lambda batch: batch.plan.head.batch, first, log)
 
 
-def _commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit | None:
-    if not batch.plan.nothing_to_do:
+def _commit_staging(pipeline: Pipeline, log: Log, batch: EtlBatch) -> EtlCommit | None:
+    idle = batch.plan.nothing_to_do
+    refuse_moves(pipeline, batch.plan.pool, batch.plan.head)
+    # The edit of an idle pool is news once the next batch goes by the new rules.
+    report_changes(pipeline, batch.plan.pool, batch.plan.head, None if idle else log)
+    if not idle:
         return commit_staging(pipeline, batch)
     # A view that was edited while nothing is new does not wait for the next record to be an error.
     check_definitions(pipeline, batch.plan.pool, batch.plan.head)

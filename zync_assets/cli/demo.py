@@ -1,8 +1,9 @@
-"""``zync demo``: source tables become one, in four batches, on a broker, a registry and a lake of the demo's own."""
+"""``zync demo``: source tables become one, batch by batch, on a broker, a registry and a lake of the demo's own."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -66,7 +67,16 @@ ORDERS = Demo(
     ),
     folder="orders",
 )
-DEMOS = {demo.name: demo for demo in (INVOICES, ORDERS)}
+MENU = Demo(
+    "menu",
+    "NewOrders",
+    (
+        "Jane's order is complete, and Bob's waits for the price of a burrito",
+        "the price comes",
+    ),
+    folder="menu",
+)
+DEMOS = {demo.name: demo for demo in (INVOICES, ORDERS, MENU)}
 
 
 @click.command()
@@ -74,9 +84,9 @@ DEMOS = {demo.name: demo for demo in (INVOICES, ORDERS)}
 @click.option("--stop", is_flag=True, help="Stop the demo's services; what they hold is kept.")
 @click.option("--clean", is_flag=True, help="Stop them and remove all that the demo made.")
 def demo(name: str, stop: bool, clean: bool) -> None:
-    """Play the demo NAME: four batches of changes from Kafka to the lake, and back. Goes on where it stopped.
+    """Play the demo NAME: batches of changes from Kafka to the lake, and back. Goes on where it stopped.
 
-    `invoices` joins pairs of records, `orders` keeps a view.
+    `invoices` joins pairs of records, `orders` keeps a view, `menu` gathers the records of a transaction.
     """
     home = demo_services_folder()
     if stop or clean:
@@ -98,7 +108,7 @@ def demo(name: str, stop: bool, clean: bool) -> None:
     if not has_scene:
         click.echo(f"Nothing to do: all {len(played.story)} batches are through.\n")
         _show_scene(_scene(pipeline, played, len(played.story)), played)
-    click.echo(_what_next(running, played))
+    click.echo(what_next(running, played, folder))
 
 
 @dataclass(frozen=True)
@@ -210,13 +220,19 @@ def table_rows(pipeline: Pipeline, output: str) -> list[dict[str, object]]:
     return sorted(rows, key=lambda row: str([row[name] for name in spec.key]))
 
 
-def _what_next(running: Services, demo: Demo) -> str:
+def what_next(running: Services, demo: Demo, folder: Path) -> str:
+    """Commands to go on with. ``folder``: with the pipeline files; the commands name files from the current folder."""
+    here, checkout = Path.cwd(), folder.resolve().parent
+    file = folder.resolve() / demo.file
+    file, workspace = (
+        path.relative_to(here) if here == checkout else path for path in (file, checkout / "workspace.yaml")
+    )
     names = " ".join(f"{name}={value}" for name, value in addresses(running).items())
     return (
         "\nThe broker, the registry and the lake are still there."
-        "\n  the asset graph:  dagster dev            (in this folder; then open http://127.0.0.1:3000)"
+        f"\n  the asset graph:  dagster dev -w {shlex.quote(str(workspace))}    (then open http://127.0.0.1:3000)"
         f"\n  go on by hand:    export {names}"
-        f"\n                    zync status demo/{demo.file}"
+        f"\n                    zync status {shlex.quote(str(file))}"
         "\n  stop, or remove:  zync demo --stop       zync demo --clean"
         f"\n  everything is in {running.state_dir}"
     )

@@ -25,8 +25,8 @@ from zync_assets.lake import raw, staging
 from zync_assets.pipeline import Pipeline, table_name
 from zync_assets.pipeline_file import load
 from zync_assets.spark import frames
+from zync_assets.spark.failures import short
 from zync_assets.spark.session import spark_session
-from zync_assets.spark.tasks import short
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -72,7 +72,7 @@ def trace(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) 
     """
     loaded = load(pipeline)
     rows = trace_rows(loaded, topic, partition, offset)
-    rows += _contributions(loaded, topic, offset)
+    rows += _contributions(loaded, topic, partition, offset)
     for row in rows[1:]:
         if row["time"] is None:
             click.echo(
@@ -145,7 +145,7 @@ def trace_rows(pipeline: Pipeline, topic: str, partition: int, offset: int) -> l
     return rows + [_source(pipeline, output["rule"], item) for item in output["source"]]
 
 
-def _contributions(pipeline: Pipeline, topic: str, offset: int) -> list[Row]:
+def _contributions(pipeline: Pipeline, topic: str, partition: int, offset: int) -> list[Row]:
     """The records that have the rows that contribute to the key of a view's output now."""
     rule = next((rule for rule in pipeline.rules if rule.out == topic and rule.view is not None), None)
     state = None if rule is None else staging.open_staging(pipeline.lake, pipeline.output(topic).pool)
@@ -154,7 +154,7 @@ def _contributions(pipeline: Pipeline, topic: str, offset: int) -> list[Row]:
     from zync_assets.etl.views.contributions import contributions
     from zync_assets.spark.session import spark_session
 
-    found = contributions(spark_session(pipeline.spark, pipeline.lake), state, rule, offset)
+    found = contributions(spark_session(pipeline.spark, pipeline.lake), state, rule, offset, partition)
     if found is None:
         click.echo(
             f"note: view {rule.name} is not as it was when its result was staged, so that its rows are not shown. Compute the"

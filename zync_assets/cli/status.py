@@ -18,8 +18,8 @@ from pathlib import Path
 
 import click
 
-from zync_assets.audit.account import Facts, read_facts
-from zync_assets.checks.output_checks import run_all
+from zync_assets.audit.account import LedgerEntries, read_entries
+from zync_assets.checks.output_checks import SOURCE_ORDER, accept_source_order, run_all
 from zync_assets.cli.terminal import Format, format_option, print_json, print_rows
 from zync_assets.codecs.batches import Way, decode_way, plain_way
 from zync_assets.errors import BrokerUnavailable, LakeError, RegistryError, SchemaError, SinkError, TrustError
@@ -97,7 +97,7 @@ def _told(key: Iterable[Way], value: Iterable[Way]) -> str | None:
 TIMEOUT = 5.0
 """Seconds that the broker has to answer; without it the rest is shown."""
 
-CLASSES = ("done", "pending", "unmatched", "dropped")
+CLASSES = ("done", "pending", "unmatched", "dropped", "expired")
 INPUT_COLUMNS = (
     *("topic", "partition", "pool", "low", "end", "kept", "next", "lag", "staging", "seen", "new", "cursor"),
     *CLASSES,
@@ -228,9 +228,10 @@ def _aside(snapshot: Snapshot, topic: str) -> list[tuple[int, int]]:
 
 
 def output_rows(
-    item: Output, states: Mapping[str, TopicState], state: StagingState | None, verified: Mapping[str, int]
+    item: Output, states: Mapping[str, TopicState], state: StagingState | None, verified: Mapping[tuple[str, int], int]
 ) -> Iterator[Row]:
-    """A row a partition of an output topic, in order. ``verified``: output topic → the offset up to which it was published."""
+    """A row a partition of an output topic, in order. ``verified``: (output topic, partition) → the offset up to which it was
+    published."""
     marks = _marks(states.get(item.topic))
     known = {p: found for (topic, p), found in (state.head.outputs if state else {}).items() if topic == item.topic}
     for partition in sorted({*marks, *known}) or [0]:
@@ -240,7 +241,7 @@ def output_rows(
         row |= {"base": position.base, "next": position.next} if position else {}
         if mark and position:
             # By what was verified, not by the topic's end: another program may have written to it.
-            upto = max(position.base, verified.get(item.topic, position.base))
+            upto = max(position.base, verified.get((item.topic, partition), position.base))
             row |= {"published": upto - position.base, "lag": max(0, position.next - upto)}
         yield row
 
@@ -310,9 +311,9 @@ def _cursors(pipeline: Pipeline, state: StagingState, topic: str) -> dict[int, i
     """Partition → the lowest pending offset, where one waits. The ledger is read only then."""
     if not any(count for (name, _, kind), count in state.head.counts.items() if (name, kind) == (topic, "pending")):
         return {}
-    facts: dict[tuple[str, int], Facts] = {}
+    facts: dict[tuple[str, int], LedgerEntries] = {}
     try:
-        facts, *_ = read_facts(state)
+        facts, *_ = read_entries(state)
     except DamagedFile as error:
         raise LakeError(f"{error}. Every check: {pipeline.command('check')}") from error
     return {p: int(found.waiting[0]) for (name, p), found in facts.items() if name == topic and len(found.waiting)}
@@ -347,8 +348,13 @@ COLUMNS = ("check", "of", "result", "severity", "summary", "numbers")
 @click.option(
     "--rows", "with_rows", is_flag=True, help="Compare every row of target tables with its records too, in Spark."
 )
+@click.option(
+    "--accept",
+    type=click.Choice([SOURCE_ORDER]),
+    help="Accept what this check has counted so far, after you looked at it. It warns of later cases alone.",
+)
 @format_option
-def check(pipeline: Path, state: bool, with_rows: bool, fmt: Format) -> None:
+def check(pipeline: Path, state: bool, with_rows: bool, accept: str | None, fmt: Format) -> None:
     """Verify the pools and the output topics of the file PIPELINE, a row a check.
 
     Reads everything that was ingested again, from the lake and from Kafka. Exit code 1 when a check fails whose severity
@@ -359,6 +365,8 @@ def check(pipeline: Path, state: bool, with_rows: bool, fmt: Format) -> None:
     failed = False
     rows: list[dict[str, object]] = []
     model = load(pipeline)
+    for pool in model.staging_pools if accept else ():
+        accept_source_order(model, pool)
     for found in chain(
         run_all(model), _state_results(model) if state else (), _row_results(model) if with_rows else ()
     ):

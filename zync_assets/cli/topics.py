@@ -1,5 +1,5 @@
-"""``zync ls``, ``info``, ``consume`` and ``produce``: what is in Kafka and in the registry, without a
-lake."""
+"""``zync ls``, ``info``, ``consume`` and ``produce``: what is in Kafka and in the registry, without a lake. ``restore``:
+archived records back into a topic."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, TypeVar
@@ -52,14 +53,14 @@ REGISTRY = "http://localhost:8081"
 
 
 @dataclass(frozen=True)
-class Target:
+class Endpoints:
     """Where a command looks."""
 
     kafka: Mapping[str, str]
     registry: Registry | None
 
 
-def target_options(command: _Command) -> _Command:
+def endpoint_options(command: _Command) -> _Command:
     """``--pipeline``, or ``--bootstrap-servers`` and ``--registry``: the parameters of ``target``."""
     for option in (
         click.option(
@@ -84,7 +85,7 @@ def target_options(command: _Command) -> _Command:
     return command
 
 
-def target(pipeline: Path | None, bootstrap_servers: str | None, registry_url: str | None) -> Target:
+def endpoints_of(pipeline: Path | None, bootstrap_servers: str | None, registry_url: str | None) -> Endpoints:
     """A pipeline's broker and registry, or those of the options, of the environment, of zync's files, of this machine."""
     # Imported here: a pipeline file's rules need a SQL parser.
     from zync_assets.pipeline_file import load
@@ -94,11 +95,11 @@ def target(pipeline: Path | None, bootstrap_servers: str | None, registry_url: s
         kafka = {"bootstrap.servers": bootstrap_servers} if bootstrap_servers else default_kafka(os.environ)
         config = RegistryConfig(registry_url) if registry_url else default_registry(os.environ)
         config = config or RegistryConfig(REGISTRY)
-        return Target({"bootstrap.servers": BOOTSTRAP_SERVERS, **kafka}, Registry(config))
+        return Endpoints({"bootstrap.servers": BOOTSTRAP_SERVERS, **kafka}, Registry(config))
     model = load(pipeline)
     kafka = {**model.kafka, **({"bootstrap.servers": bootstrap_servers} if bootstrap_servers else {})}
     config = RegistryConfig(registry_url) if registry_url else model.registry
-    return Target(kafka, Registry(config) if config else None)
+    return Endpoints(kafka, Registry(config) if config else None)
 
 
 def _require(registry: Registry | None) -> Registry:
@@ -108,14 +109,14 @@ def _require(registry: Registry | None) -> Registry:
 
 
 @click.command()
-@target_options
+@endpoint_options
 @click.option("--schemas", is_flag=True, help="Show the schema of each latest version too.")
 @format_option
 def ls(
     pipeline: Path | None, bootstrap_servers: str | None, registry_url: str | None, schemas: bool, fmt: Format
 ) -> None:
     """List the subjects of the schema registry, each with its latest version and that version's id."""
-    registry = _require(target(pipeline, bootstrap_servers, registry_url).registry)
+    registry = _require(endpoints_of(pipeline, bootstrap_servers, registry_url).registry)
     subjects = registry.subjects()
     with ThreadPoolExecutor(8) as pool:
         versions = list(pool.map(registry.last_version, subjects))
@@ -135,13 +136,13 @@ def ls(
 
 @click.command()
 @click.argument("topic", type=TOPIC)
-@target_options
+@endpoint_options
 @format_option
 def info(
     topic: str, pipeline: Path | None, bootstrap_servers: str | None, registry_url: str | None, fmt: Format
 ) -> None:
     """Show per partition of TOPIC the first offset (low) and the next one that a reader will see (end)."""
-    state = topic_state(target(pipeline, bootstrap_servers, registry_url).kafka, topic)
+    state = topic_state(endpoints_of(pipeline, bootstrap_servers, registry_url).kafka, topic)
     rows = [
         {"topic": topic, "topic_id": state.topic_id, "partition": item.partition, "low": item.low, "end": item.end}
         for item in state.partitions
@@ -173,7 +174,7 @@ RENDERINGS = click.Choice(["auto", "avro", "connect-json", "json", "string", "by
 
 @click.command()
 @click.argument("topic", type=TOPIC)
-@target_options
+@endpoint_options
 @click.option(
     "--from",
     "start",
@@ -207,7 +208,7 @@ def consume(
     A format of auto is Avro where the bytes begin with the id of a schema that the registry knows, else text
     where it is UTF-8, else {"base64": …}.
     """
-    where = target(pipeline, bootstrap_servers, registry_url)
+    where = endpoints_of(pipeline, bootstrap_servers, registry_url)
     state = topic_state(where.kafka, topic)
     starts = _starts(state, start, partition)
     ends = {item.partition: item.end for item in state.partitions} if until_end else None
@@ -235,7 +236,7 @@ SCHEMA_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.command()
 @click.argument("topic", type=TOPIC)
 @click.argument("file", type=click.File(encoding="utf-8"), default="-")
-@target_options
+@endpoint_options
 @click.option("--format", "encoding", type=ENCODINGS, default="avro", show_default=True, help="How values are written.")
 @click.option("--key-format", "key_encoding", type=ENCODINGS, help="How keys are written.  [default: as values are]")
 @click.option("--schema", type=SCHEMA_FILE, help="The values' schema.  [default: inferred from all of FILE]")
@@ -262,7 +263,7 @@ def produce(
     A schema is one of Avro, or with connect-json one of Kafka Connect. Avro schemas are registered under TOPIC-key and
     TOPIC-value.
     """
-    where = target(pipeline, bootstrap_servers, registry_url)
+    where = endpoints_of(pipeline, bootstrap_servers, registry_url)
     lines: Iterable[Line] = _lines(file)
     keys = key_encoding or encoding
     infers = (encoding in _WITH_SCHEMA and schema is None) or (keys in _WITH_SCHEMA and key_schema is None)
@@ -290,7 +291,7 @@ def _lines(file: IO[str]) -> Iterator[Line]:
 
 
 def _encoder(
-    where: Target,
+    where: Endpoints,
     topic: str,
     side: Literal["key", "value"],
     encoding: Encoding,
@@ -319,3 +320,37 @@ def avro_name(text: str) -> str:
     """``text`` as the name of an Avro record: letters, digits and underscores, no digit first."""
     name = re.sub(r"[^A-Za-z0-9_]", "_", text)
     return f"_{name}" if name[0].isdigit() else name
+
+
+RESTORED = ("topic", "partition", "verified", "sent")
+
+
+@click.command()
+@click.argument("pipeline", type=click.Path(path_type=Path))
+@click.option("--from", "source", required=True, metavar="ARCHIVE", help="Raw.Topic, or files:URL/topic.")
+@click.option("--to", "topic", required=True, metavar="TOPIC", type=TOPIC, help="The topic; made if it is missing.")
+@click.option("--since", metavar="TIME", help="The first time to restore, as in 2026-11-23T03:00Z.")
+@click.option("--until", metavar="TIME", help="The time before which records are restored.")
+@format_option
+def restore(pipeline: Path, source: str, topic: str, since: str | None, until: str | None, fmt: Format) -> None:
+    """Publish archived records of PIPELINE into a topic again, in order, with their keys, headers and timestamps.
+
+    A second run with the same options goes on where the first one stopped.
+    """
+    from zync_assets.pipeline_file import load
+    from zync_assets.publish.restore import restore as restored
+
+    made = restored(load(pipeline), source, topic, _micros("--since", since), _micros("--until", until))
+    print_rows((vars(item) for item in made), RESTORED, fmt)
+
+
+def _micros(option: str, text: str | None) -> int | None:
+    """A time in microseconds since the epoch. A time without a zone is in UTC."""
+    if text is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise ZyncError(f"{option} {excerpt(text)} is no time. Write it as in 2026-11-23T03:00Z.") from None
+    moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    return round(moment.timestamp() * 1_000_000)

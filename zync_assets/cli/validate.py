@@ -20,10 +20,11 @@ import click
 from zync_assets.cli.terminal import Format, excerpt, format_option, print_json, print_rows
 from zync_assets.errors import PipelineFileError, SetupError
 from zync_assets.local.java import find_java, java_version
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.grammar import KEYS
-from zync_assets.pipeline_file.keys import Key, found, near
+from zync_assets.pipeline_file.key import Key, found, near
+from zync_assets.pipeline_file.outs import unheld
 
 
 @click.command()
@@ -44,11 +45,30 @@ def validate(pipeline: Path, fmt: Format) -> None:
 def _report_good(model: Pipeline, file: Path, fmt: Format) -> None:
     counts = {"inputs": len(model.inputs), "rules": len(model.rules), "outputs": len(model.outputs)}
     counts |= {"sinks": len(model.sinks)} if model.sinks else {}
+    notes = [
+        f"output {topic} is not held, since {reason}: changes of a source row may overtake a pending record of the row"
+        for topic, reason in unheld(model.rules, model.outputs).items()
+    ]
+    notes += [
+        f"rule {rule.name}, expire-after: the inputs have an order of their source. Where neighbouring records in it have"
+        f" times that differ, a record that waits nearly {rule.expiry.text} may expire or not, as the batches are cut. Use a"
+        " much longer time, or order: time for these inputs."
+        for rule in model.rules
+        if rule.expiry is not None and rule.part_of is None and _is_ordered(model, rule)
+    ]
     if fmt == "json":
-        print_json({"file": str(file), "ok": True, "name": model.name, **counts})
+        print_json({"file": str(file), "ok": True, "name": model.name, **counts, **({"notes": notes} if notes else {})})
     else:
         summary = ", ".join(f"{count} {name if count != 1 else name[:-1]}" for name, count in counts.items())
         click.echo(f"OK: {file} ({model.name}): {summary}")
+        for note in notes:
+            click.echo(f"note: {note}")
+
+
+def _is_ordered(model: Pipeline, rule: Rule) -> bool:
+    """Whether the file gives the records of a rule an order of their source."""
+    orders = (model.input(topic).order for topic in rule.topics)
+    return model.transactions is not None or any(order is not None and not order.time for order in orders)
 
 
 def _report_bad(error: PipelineFileError, fmt: Format) -> None:

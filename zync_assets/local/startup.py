@@ -179,7 +179,7 @@ NAMES: tuple[Name, ...] = ("registry", "kafka")
 
 
 @dataclass(frozen=True)
-class Entry:
+class ServiceEntry:
     """One service: its port, which is kept for the next start; the token and the pid of the last start."""
 
     port: int
@@ -192,14 +192,14 @@ class State:
     """``lake``: the folder that belongs to these services and is removed with them."""
 
     lake: str
-    kafka: Entry | None = None
-    registry: Entry | None = None
+    kafka: ServiceEntry | None = None
+    registry: ServiceEntry | None = None
     controller_port: int | None = None
 
-    def entry(self, name: Name) -> Entry | None:
+    def entry(self, name: Name) -> ServiceEntry | None:
         return self.kafka if name == "kafka" else self.registry
 
-    def with_entry(self, name: Name, entry: Entry) -> State:
+    def with_entry(self, name: Name, entry: ServiceEntry) -> State:
         if name == "kafka":
             return dataclasses.replace(self, kafka=entry)
         return dataclasses.replace(self, registry=entry)
@@ -216,7 +216,7 @@ def load(home: Path) -> State | None:
         data = json.loads(text)
         if data["kind"] != KIND:
             raise ValueError(f"kind is not {KIND!r}")
-        entries = {name: Entry(**data[name]) if data[name] else None for name in NAMES}
+        entries = {name: ServiceEntry(**data[name]) if data[name] else None for name in NAMES}
         return State(lake=data["lake"], controller_port=data["controller_port"], **entries)
     except (ValueError, KeyError, TypeError) as error:
         raise SetupError(f"{path} can't be read ({error}): remove {home} or choose another folder.") from error
@@ -280,7 +280,7 @@ def launch(setup: Setup, state: State, name: Name) -> State:
     port = setup.ports[name] or _kept_or_free(last.port if last else None)
     if name == "kafka":
         state = dataclasses.replace(state, controller_port=_kept_or_free(state.controller_port))
-    entry = Entry(port, token=secrets.token_hex(8))
+    entry = ServiceEntry(port, token=secrets.token_hex(8))
     # The token is on disk before the process is there: who is killed in between leaves one that can be found.
     save(setup.home, state.with_entry(name, entry))
     command = _prepare(setup, state, name, entry)
@@ -327,7 +327,7 @@ def await_ready(home: Path, state: State, name: Name) -> None:
     raise SetupError(f"{LABELS[name]} did not answer within {START_SECONDS:.0f} s.{_tail(home, name)}")
 
 
-def _prepare(setup: Setup, state: State, name: Name, entry: Entry) -> list[str]:
+def _prepare(setup: Setup, state: State, name: Name, entry: ServiceEntry) -> list[str]:
     if name == "registry":
         return registry_command(setup.java, setup.jars.registry, entry.token, entry.port)
     assert state.controller_port is not None

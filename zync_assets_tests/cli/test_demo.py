@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from zync_assets.cli.demo import INVOICES, ORDERS, Demo, play
+from zync_assets.cli.demo import INVOICES, MENU, ORDERS, Demo, play, what_next
 from zync_assets.cli.main import main
 from zync_assets.local.services import Services, demo_folder
 from zync_assets.pipeline_file import load
@@ -22,7 +22,9 @@ from zync_assets_tests.checker.verdict import judge
 from zync_assets_tests.checker.wire import Schemas
 
 
-@pytest.mark.parametrize("demo", [INVOICES, pytest.param(ORDERS, marks=pytest.mark.slow)], ids=lambda demo: demo.name)
+@pytest.mark.parametrize(
+    "demo", [INVOICES, MENU, pytest.param(ORDERS, marks=pytest.mark.slow)], ids=lambda demo: demo.name
+)
 def test_each_batch_ends_as_the_file_beside_the_data_says(services: Services, tmp_path: Path, demo: Demo) -> None:
     """A pending record waits after one batch and comes out in another. In the end there is nothing to do."""
     env = {
@@ -98,3 +100,15 @@ def test_the_commands_that_the_demo_prints_work_in_its_folder(tmp_path: Path, mo
         assert not (tmp_path / "demo").exists()
     finally:
         zync("demo --clean")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_commands_at_the_end_name_files_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    monkeypatch.chdir(tmp_path if elsewhere else demo_folder().parent)
+    running = Services("127.0.0.1:1", "http://127.0.0.1:2", tmp_path, tmp_path / "lake", None, None)
+    text = what_next(running, MENU, demo_folder())
+    workspace, file = re.findall(r"dagster dev -w (\S+)|zync status (\S+)", text)
+    assert Path(workspace[0]).is_file() and Path(file[1]).is_file()
+    assert Path(file[1]).is_absolute() == elsewhere

@@ -45,6 +45,7 @@ def test_inputs_and_outputs_are_at_their_ends(sound_chain: Chain) -> None:
         "pending": 3,
         "unmatched": 0,
         "dropped": 1,
+        "expired": 0,
         "quarantined": 1,
         "way": "native",
         "client": way(),
