@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,12 +20,13 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from deltalake import DeltaTable
 
 from zync_assets import pipeline_file
+from zync_assets.errors import LakeError
 from zync_assets.etl.plan import EtlCommit
 from zync_assets.etl.retries import NOTHING, Retry
 from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import create_topic
-from zync_assets.lake import tables
+from zync_assets.lake import staging, tables
 from zync_assets.lake.head import Head
 from zync_assets.lake.log import LakeTable
 from zync_assets.lake.raw import open_raw
@@ -207,6 +209,8 @@ def send(
         payload = json.dumps(value) if isinstance(value, Mapping) else value
         time = times[place] if times is not None else 1_700_000_000_000 + place
         more = {} if headers is None else {"headers": list(headers)}
+        if len(producer) >= 50_000:
+            producer.flush()
         producer.produce(topic, payload, key, partition, timestamp=time, on_delivery=delivery, **more)
     assert producer.flush(30) == 0
     assert not errors
@@ -241,7 +245,7 @@ def published(it: Mini, topic: str) -> list[bytes]:
     """Publish an output topic; the values of all its records."""
     reader = Consumer({**it.pipeline.kafka, "group.id": "names", "log_level": 0})
     reader.assign([TopicPartition(topic, 0, 0)])
-    found = reader.consume(it.publish(topic).range.end, 30)
+    found = reader.consume(it.publish(topic).ranges[0].end, 30)
     reader.close()
     return [message.value() or b"" for message in found]
 
@@ -261,3 +265,22 @@ def _filled(text: str, left: str, right: str, out: str) -> str:
 
 def row(id: int | None, v: str = "", op: str = "c") -> dict[str, Any]:
     return {"op": op, "id": id, "v": v}
+
+
+@contextmanager
+def failing_commit(*, after: bool) -> Generator[None]:
+    """Every commit of a staging pool fails as if the process had been killed, before or after the commit. Not every batch has
+    a commit."""
+    real = staging.commit_batch
+
+    def fail(*args: Any, **named: Any) -> Any:
+        if after:
+            real(*args, **named)
+        raise LakeError("broken on purpose")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "commit_batch", fail)
+        try:
+            yield
+        except LakeError as error:
+            assert "on purpose" in str(error)

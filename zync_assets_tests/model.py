@@ -1,14 +1,15 @@
 """A model of ETL in plain Python, without the package's code. Tests compare ETL's results with the model's.
 
 A record goes to the first rule that accepts it. The k-th left record of a join key pairs with the k-th right record, in the
-order of partition and offset of the pending records. A batch's outputs are ordered by the time, place, partition and offset
-of the completing input.
+order of partition and offset of the pending records. The records of a group are in the order of outputs, and the group ends with
+the first record that makes it complete. A record with an expiry waits until a record of its rule's topics is too late for it. A
+batch's outputs are ordered by the time, place, partition and offset of the completing input.
 
-A held output takes its records one by one, in that order. A record of a stateless rule is pending while a record of the same
-source row (topic and key) is. It follows the output that completes the record before it, at its own time if that is later.
-A tombstone ends the waiting: the row's pending records and the tombstone are done, and nothing is emitted. But a tombstone is
-emitted if one of the pending records is an update: its row may be in the target. A delete that no rule takes ends the waiting
-too.
+The rules of a held output look at the records one by one, in the order of outputs. A record of a stateless rule is pending
+while an earlier record of the same source row (topic and key) is. The record's output follows the output of the earlier
+record, at the record's own time if that is later. A tombstone ends the waiting: the row's pending records and the tombstone
+are done, and nothing is emitted. But a tombstone is emitted if one of the pending records is an update: its row may be in
+the target. A delete that no rule takes ends the waiting too.
 """
 
 from __future__ import annotations
@@ -51,6 +52,25 @@ class OneToOne:
 
 
 @dataclass(frozen=True)
+class Fan:
+    """A stateless rule with several outputs: ``outputs`` gives topic, name of the rule, key and value of each."""
+
+    name: str
+    topic: str
+    where: Callable[[Record], bool]
+    outputs: Callable[[Record], Sequence[tuple[str, str, Any, Any]]]
+    out: str = ""
+
+
+@dataclass(frozen=True)
+class Expiry:
+    """How long, in milliseconds, a record of a rule waits, and whether an expired record makes an output."""
+
+    after: int
+    emits: bool = False
+
+
+@dataclass(frozen=True)
 class Pair:
     """A denorm rule: ``join`` gives a side's join key, None for a null one."""
 
@@ -62,6 +82,33 @@ class Pair:
     join: Callable[[Record], Any]
     key: Callable[[Record, Record], Any]
     value: Callable[[Record, Record], Any]
+    expiry: Expiry | None = None
+    """With an expiry, the functions get None for an absent side."""
+    further: Callable[[Record, Record], Sequence[tuple[str, str, Any, Any]]] | None = None
+    """Topic, name of the rule, key and value of each output, for a rule with several."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A group rule: ``by`` gives a record's group, None for a null one. ``complete``, ``key`` and ``value`` see the records of a
+    group in their order."""
+
+    name: str
+    topics: tuple[str, ...]
+    out: str
+    where: Callable[[Record], bool]
+    by: Callable[[Record], Any]
+    complete: Callable[[Sequence[Record]], bool]
+    key: Callable[[Sequence[Record]], Any]
+    value: Callable[[Sequence[Record]], Any]
+    expiry: Expiry | None = None
+    further: Callable[[Sequence[Record]], Sequence[tuple[str, str, Any, Any]]] | None = None
+    """As of ``Pair``."""
+
+
+Rule = OneToOne | Fan | Pair | Gather
+Place = tuple[float, int, int, int]
+"""The place of an output among those of a batch: time, input, partition, offset."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +127,7 @@ class Model:
     since each pool takes a record by its own rules. ``drops``: topics that say ``unmatched: drop``."""
 
     inputs: Sequence[str]
-    rules: Sequence[OneToOne | Pair]
+    rules: Sequence[Rule]
     drops: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
     """The held output topics."""
@@ -88,9 +135,7 @@ class Model:
     counts: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     classes: dict[tuple[str, int, int], str] = field(default_factory=dict)
     _waiting: dict[str, list[Record]] = field(default_factory=lambda: defaultdict(list))
-    _rows: dict[tuple[object, ...], list[tuple[OneToOne | Pair, Record]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    _rows: dict[tuple[object, ...], list[tuple[Rule, Record]]] = field(default_factory=lambda: defaultdict(list))
     """Held output and source row → the pending records of the row, in their order."""
     _times: dict[tuple[str, int, int], int] = field(default_factory=dict)
     _reached: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -98,13 +143,15 @@ class Model:
     def batch(self, records: Iterable[Record]) -> None:
         """One ETL batch over new records, each partition's in the order of its offsets."""
         taken: dict[str, list[Record]] = defaultdict(list)
-        made: list[tuple[tuple[int, int, int, int], str, Out]] = []
-        held: list[tuple[Record, OneToOne | Pair | None]] = []
+        made: list[tuple[Place, str, Out]] = []
+        clocks: dict[str, int] = {}
+        held: list[tuple[Record, Rule | None]] = []
         for record in records:
             self._see(record)
             if record.value is GARBAGE:
                 self._settle(record, "quarantined")
                 continue
+            clocks[record.topic] = max(clocks.get(record.topic, 0), self._times[record.place])
             rule = next((rule for rule in self.rules if _names(rule, record.topic) and _holds(rule, record)), None)
             if rule is not None and rule.out in self.held:
                 held.append((record, rule))
@@ -119,8 +166,19 @@ class Model:
                     self._settle(record, "done")
                     out = Out(rule.name, rule.key(record), rule.value(record), (record.place,))
                     made.append((self._order(record), rule.out, out))
-            else:
+            elif isinstance(rule, Fan):
+                for record in taken[rule.name]:
+                    outputs = rule.outputs(record)
+                    self._settle(record, "done" if outputs else "dropped")
+                    for out, name, key, value in outputs:
+                        made.append((self._order(record), out, Out(name, key, value, (record.place,))))
+            elif isinstance(rule, Pair) and rule.expiry is None:
                 made += self._paired(rule, taken[rule.name])
+            elif isinstance(rule, Pair):
+                clock = max(clocks.get(topic, 0) for topic in (rule.left, rule.right))
+                made += self._queued(rule, rule.expiry, taken[rule.name], clock)
+            else:
+                made += self._gathered(rule, taken[rule.name], max(clocks.get(topic, 0) for topic in rule.topics))
         for record, rule in sorted(held, key=lambda item: self._order(item[0])):
             if rule is None:
                 for out in self.held:
@@ -130,7 +188,7 @@ class Model:
         for _, topic, out in sorted(made, key=lambda item: item[0]):
             self.outputs[topic].append(out)
 
-    def _offered(self, rule: OneToOne | Pair, record: Record) -> list[tuple[tuple[int, int, int, int], Out]]:
+    def _offered(self, rule: Rule, record: Record) -> list[tuple[Place, Out]]:
         """The outputs that a record of a held output completes, each with its place among the batch's outputs."""
         row, at = self._rows[_row(rule.out, record)], self._order(record)
         if isinstance(rule, Pair):
@@ -154,6 +212,7 @@ class Model:
                 at = max(at, self._order(behind[0][1]))
                 made.append((at, self._single(*behind.pop(0))))
             return made
+        assert isinstance(rule, OneToOne)
         if rule.value(record) is None:
             emitted = not row or any(isinstance(each, Pair) and op_of(pending) == "u" for each, pending in row)
             self._end(row)
@@ -165,19 +224,19 @@ class Model:
         self._settle(record, "pending")
         return []
 
-    def _end(self, row: list[tuple[OneToOne | Pair, Record]]) -> None:
+    def _end(self, row: list[tuple[Rule, Record]]) -> None:
         for rule, dead in row:
             if isinstance(rule, Pair):
                 self._waiting[rule.name].remove(dead)
             self._settle(dead, "done")
         row.clear()
 
-    def _single(self, rule: OneToOne | Pair, record: Record) -> Out:
+    def _single(self, rule: Rule, record: Record) -> Out:
         assert isinstance(rule, OneToOne)
         self._settle(record, "done")
         return Out(rule.name, rule.key(record), rule.value(record), (record.place,))
 
-    def _paired(self, rule: Pair, new: Sequence[Record]) -> list[tuple[tuple[int, int, int, int], str, Out]]:
+    def _paired(self, rule: Pair, new: Sequence[Record]) -> list[tuple[Place, str, Out]]:
         sides: dict[str, dict[Any, list[Record]]] = {rule.left: defaultdict(list), rule.right: defaultdict(list)}
         rest: list[Record] = []
         for record in sorted([*self._waiting[rule.name], *new], key=lambda found: (found.partition, found.offset)):
@@ -186,14 +245,12 @@ class Model:
                 rest.append(record)
             else:
                 sides[record.topic][join].append(record)
-        made: list[tuple[tuple[int, int, int, int], str, Out]] = []
+        made: list[tuple[Place, str, Out]] = []
         for join in {**sides[rule.left], **sides[rule.right]}:
             left, right = sides[rule.left][join], sides[rule.right][join]
             for one, other in zip(left, right, strict=False):
-                self._settle(one, "done")
-                self._settle(other, "done")
-                out = Out(rule.name, rule.key(one, other), rule.value(one, other), (one.place, other.place))
-                made.append((max(self._order(one), self._order(other)), rule.out, out))
+                at = max(self._order(one), self._order(other))
+                made += [(at, *out) for out in self._outs(rule, one, other)]
             pairs = min(len(left), len(right))
             rest += left[pairs:] + right[pairs:]
         for record in rest:
@@ -201,13 +258,88 @@ class Model:
         self._waiting[rule.name] = rest
         return made
 
+    def _gathered(self, rule: Gather, new: Sequence[Record], clock: int) -> list[tuple[Place, str, Out]]:
+        groups: dict[Any, list[Record]] = defaultdict(list)
+        made: list[tuple[Place, str, Out]] = []
+
+        def end(group: list[Record], at: Place | None) -> None:
+            """Make the output of a group, unless ``at`` is None: its records expired."""
+            outputs = [] if at is None else _results(rule, list(group))
+            for each in group:
+                self._settle(each, "expired" if at is None else "done" if outputs else "dropped")
+            made.extend((at or (0, 0, 0, 0), *out) for out in outputs)
+            group.clear()
+
+        for record in sorted([*self._waiting[rule.name], *new], key=self._order):
+            self._settle(record, "pending")
+            by = rule.by(record)
+            group = groups[record.place if by is None else ("", by)]
+            if group and self._is_late(group[0], self._times[record.place], rule.expiry):
+                end(group, self._expired_at(group, rule.expiry))
+            group.append(record)
+            if by is not None and rule.complete(group):
+                end(group, self._order(record))
+        for group in groups.values():
+            if group and self._is_late(group[0], clock, rule.expiry):
+                end(group, self._expired_at(group, rule.expiry))
+        self._waiting[rule.name] = [record for group in groups.values() for record in group]
+        return made
+
+    def _queued(
+        self, rule: Pair, expiry: Expiry | None, new: Sequence[Record], clock: int
+    ) -> list[tuple[Place, str, Out]]:
+        """The pairs of a rule whose records expire: each record with the first that waits on the other side."""
+        queues: dict[Any, list[Record]] = defaultdict(list)
+        made: list[tuple[Place, str, Out]] = []
+
+        def expire(queue: list[Record], time: int) -> None:
+            for record in [each for each in queue if self._is_late(each, time, expiry)]:
+                queue.remove(record)
+                at = self._expired_at([record], expiry)
+                self._settle(record, "expired")
+                made.extend((at, *out) for out in (self._outs(rule, record, None) if at is not None else ()))
+
+        for record in sorted([*self._waiting[rule.name], *new], key=self._order):
+            join = rule.join(record)
+            queue = queues[record.place if join is None else ("", join)]
+            expire(queue, self._times[record.place])
+            if join is not None and queue and queue[0].topic != record.topic:
+                other = queue.pop(0)
+                made += [(self._order(record), *out) for out in self._outs(rule, record, other)]
+            else:
+                self._settle(record, "pending")
+                queue.append(record)
+        for queue in queues.values():
+            expire(queue, clock)
+        self._waiting[rule.name] = [record for queue in queues.values() for record in queue]
+        return made
+
+    def _outs(self, rule: Pair, record: Record, other: Record | None) -> list[tuple[str, Out]]:
+        """The outputs of a pair, or of a record that expired, each with its topic."""
+        sides = {each.topic: each for each in (record, other) if each is not None}
+        found = _results(rule, [sides.get(rule.left), sides.get(rule.right)])
+        for each in sides.values():
+            self._settle(each, "done" if found else "dropped")
+        return found
+
+    def _is_late(self, record: Record, time: int, expiry: Expiry | None) -> bool:
+        return expiry is not None and self._times[record.place] + expiry.after < time
+
+    def _expired_at(self, group: Sequence[Record], expiry: Expiry | None) -> Place | None:
+        """The place of the output of records that expire: after all records before the expiry. None without an output."""
+        if expiry is None or not expiry.emits:
+            return None
+        return (self._times[group[0].place] + expiry.after + 0.5, *self._order(group[-1])[1:])
+
     def _see(self, record: Record) -> None:
-        """A record's time: the highest timestamp of its partition up to it."""
+        """A record's time: the highest timestamp of its partition up to it. A record that is matched again keeps its time."""
+        if record.place in self._times:
+            return
         place = (record.topic, record.partition)
         self._reached[place] = max(self._reached.get(place, 0), record.timestamp)
         self._times[record.place] = self._reached[place]
 
-    def _order(self, record: Record) -> tuple[int, int, int, int]:
+    def _order(self, record: Record) -> Place:
         return self._times[record.place], self.inputs.index(record.topic), record.partition, record.offset
 
     def _settle(self, record: Record, name: str) -> None:
@@ -222,6 +354,15 @@ class Model:
         return {place: count for place, count in self.counts.items() if count}
 
 
+def _results(rule: Pair | Gather, records: Sequence[Record | None]) -> list[tuple[str, Out]]:
+    """The outputs of a match, each with its topic. ``records``: of a pair both sides, None for an absent one."""
+    each: Any = (records,) if isinstance(rule, Gather) else records
+    source = tuple(record.place for record in records if record is not None)
+    if rule.further is None:
+        return [(rule.out, Out(rule.name, rule.key(*each), rule.value(*each), source))]
+    return [(topic, Out(name, key, value, source)) for topic, name, key, value in rule.further(*each)]
+
+
 def op_of(record: Record) -> Any:
     """Debezium's operation; None for a tombstone, or a value of another kind."""
     return record.value.get("op") if isinstance(record.value, dict) else None
@@ -232,11 +373,13 @@ def _row(out: str, record: Record) -> tuple[object, ...]:
     return (out, record.topic, repr(record.key)) if record.key is not None else (out, record.place)
 
 
-def _names(rule: OneToOne | Pair, topic: str) -> bool:
-    return topic in ((rule.topic,) if isinstance(rule, OneToOne) else (rule.left, rule.right))
+def _names(rule: Rule, topic: str) -> bool:
+    if isinstance(rule, Gather):
+        return topic in rule.topics
+    return topic in ((rule.topic,) if isinstance(rule, OneToOne | Fan) else (rule.left, rule.right))
 
 
-def _holds(rule: OneToOne | Pair, record: Record) -> bool:
+def _holds(rule: Rule, record: Record) -> bool:
     return bool(rule.where(record))
 
 

@@ -25,7 +25,7 @@ from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline, RegistryConfig
 from zync_assets_tests.mini import make_pipeline
 from zync_assets_tests.model import GARBAGE, Model, Record
-from zync_assets_tests.shop_rules import Topics, shop_model, shop_topics
+from zync_assets_tests.shop_rules import Topics, customers_topic, event_topics, shop_model, shop_topics
 
 EPOCH = 1_700_000_000_000
 
@@ -58,8 +58,8 @@ inputs:
   - {topic: $orders, pool: Raw, key-format: string, value-format: avro, unmatched: drop}
   - {topic: $status, pool: Raw, key-format: string, value-format: avro${retention}}
 outputs:
-  - {topic: $new, pool: Staging, format: avro${held}, create: {replication-factor: 1}}
-  - {topic: $audit, pool: Staging, key-format: string, value-format: avro, create: {replication-factor: 1}}
+  - {topic: $new, pool: Staging, format: avro${held}, create: {partitions: $count, replication-factor: 1}}
+  - {topic: $audit, pool: Staging, key-format: string, value-format: avro, create: {replication-factor: 1}}$view$outputs
 transforms:
   - name: new-order
     type: denorm
@@ -103,6 +103,51 @@ transforms:
     key: {id: in.value.before.id}
     value: null
 """
+VIEW = """
+  - {topic: $customers, pool: Views, format: avro, create: {replication-factor: 1}}"""
+VIEWS = """
+  - name: customer-orders
+    type: view
+    tables: {o: $orders, s: $status}
+    from: o LEFT JOIN s ON s.order_id = o.id
+    out: $customers
+    key: {customer: o.customer}
+    value:
+      customer: o.customer
+      sent: count(*) FILTER (WHERE s.status = 'sent')
+      orders: collect_list(struct(o.id, o.item, s.status))
+"""
+EVENT_OUTPUTS = """
+  - {topic: $met, pool: Events, format: avro, create: {partitions: 3, replication-factor: 1}}
+  - {topic: $changed, pool: Events, format: avro, create: {partitions: 3, replication-factor: 1}}"""
+EVENTS = """
+  - name: met
+    type: group
+    records: {o: $orders, s: $status}
+    where: value.op IN ('c', 'r')
+    group-by: {o: value.after.id, s: value.after.order_id}
+    complete-when: count_if(topic = '$orders') > 0 AND count_if(topic = '$status') > 0
+    out: $met
+    key: {id: max(o.value.after.id)}
+    value: {id: max(o.value.after.id), orders: count(o.value), statuses: count(s.value), customer: first(o).value.after.customer}
+  - name: changed
+    type: denorm
+    left: $orders
+    right: $status
+    where: value.op = 'u'
+    join-on: left.value.after.id = right.value.after.order_id
+    expire-after: 2s
+    on-expire: emit
+    out: $changed
+    key: {id: 'coalesce(left.value.after.id, right.value.after.order_id)'}
+    value: {item: left.value.after.item, status: right.value.after.status}
+"""
+SINKS = """
+sinks:
+  - {name: latest, type: sqlite, url: shop.db, from: [Staging.$new], table: latest}
+  - {name: audits, type: sqlite, url: shop.db, from: [Staging.$audit], table: audits, mode: insert}
+  - {name: orders, type: sqlite, url: shop.db, from: [Raw.$orders], table: orders, mode: insert}
+"""
 
 
 @dataclass
@@ -116,6 +161,8 @@ class Shop:
     status: str
     new: str
     audit: str
+    customers: str
+    """The topic of the view, if the pipeline has one."""
     ids: Mapping[str, int]
     files: Path
     """The folder that the lake's files lie in."""
@@ -149,6 +196,14 @@ class Shop:
         return b"\0" + self.ids[topic].to_bytes(4, "big") + out.getvalue()
 
     @property
+    def met(self) -> str:
+        return event_topics(self.orders)[0]
+
+    @property
+    def changed(self) -> str:
+        return event_topics(self.orders)[1]
+
+    @property
     def topics(self) -> Topics:
         return Topics(self.orders, self.status, self.new, self.audit)
 
@@ -171,16 +226,28 @@ def make_shop(
     files: Path | None = None,
     retention: str = "",
     held: bool = True,
+    count: int = 1,
+    sinks: bool = False,
+    views: bool = False,
+    events: bool = False,
 ) -> Shop:
     """Empty topics and a pipeline over them, its lake in ``folder``, or as the text ``lake`` says, with its files in ``files``.
     ``there``: the topics were made before, and what they hold is not in ``sent``; ``retention``: of the raw statuses;
-    ``held``: whether a change waits behind a pending record of its row."""
+    ``held``: whether a change waits behind a pending record of its row; ``count``: the partitions of the topic of new orders;
+    ``sinks``: whether SQLite gets tables; ``views``: whether a second staging pool has a view; ``events``: whether a
+    pool has a group and pairs that expire (``torture.events``)."""
     orders, status, new, audit = shop_topics(prefix)
     options = {
         "retention": f", retention: {retention}" if retention else "",
         "held": "" if held else ", hold: false",
+        "count": str(count),
     }
-    text = Template(FILE).substitute(orders=orders, status=status, new=new, audit=audit, **options)
+    customers = customers_topic(prefix)
+    met, changed = event_topics(orders)
+    text = FILE.replace("$view", VIEW if views else "").replace("$outputs", EVENT_OUTPUTS if events else "")
+    text += "".join([VIEWS if views else "", EVENTS if events else "", SINKS if sinks else ""])
+    names = {"orders": orders, "status": status, "new": new, "audit": audit, "customers": customers}
+    text = Template(text).substitute(names, met=met, changed=changed, **options)
     pipeline = make_pipeline(services, folder, text, name="shop", lake=lake, settle=settle)
     for topic, count in () if there else zip((orders, status), partitions, strict=True):
         create_topic(pipeline.kafka, topic, count, 1, {})
@@ -202,6 +269,7 @@ def make_shop(
         status,
         new,
         audit,
+        customers,
         ids,
         files or folder / "lake",
         held,
@@ -267,13 +335,13 @@ def hash_of(key: str) -> int:
     return sum(key.encode()) * 31 + len(key)
 
 
-def read_topic(servers: str, topic: str) -> list[tuple[int, bytes | None, bytes | None]]:
-    """(offset, key, value) of all records in partition 0."""
+def read_topic(servers: str, topic: str, partition: int = 0) -> list[tuple[int, bytes | None, bytes | None]]:
+    """(offset, key, value) of all records in a partition."""
     consumer = Consumer({"bootstrap.servers": servers, "group.id": "tests", "enable.auto.commit": False})
     found: list[tuple[int, bytes | None, bytes | None]] = []
     try:
-        low, high = consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=10)
-        consumer.assign([TopicPartition(topic, 0, low)])
+        low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=10)
+        consumer.assign([TopicPartition(topic, partition, low)])
         while low < high and (not found or found[-1][0] < high - 1):
             # No more than is there: a consume of more waits out its time.
             for message in consumer.consume(min(10_000, high - low - len(found)), timeout=1):

@@ -25,6 +25,17 @@ def shop_topics(prefix: str) -> Topics:
     )
 
 
+def customers_topic(prefix: str) -> str:
+    """The name of the topic of the shop's view."""
+    return f"{prefix}.out.customers"
+
+
+def event_topics(orders: str) -> tuple[str, str]:
+    """The output topics of the pool ``Events``."""
+    prefix = orders.removesuffix(".shop.public.orders")
+    return f"{prefix}.out.met", f"{prefix}.out.changed"
+
+
 def shop_model(orders: str, status: str, new: str, audit: str, *, held: bool = True) -> Model:
     """A model of the pipeline, nothing in it yet. ``held``: whether the new orders are."""
     rules = shop_rules(Topics(orders, status, new, audit))

@@ -35,6 +35,7 @@ from zync_assets_tests.checker import statement as statements
 from zync_assets_tests.checker.evidence import gather
 from zync_assets_tests.checker.verdict import judge
 from zync_assets_tests.checker.wire import Schemas
+from zync_assets_tests.etl import test_rebuild
 from zync_assets_tests.etl.views import test_maintenance
 from zync_assets_tests.model import Model
 from zync_assets_tests.publish import test_restore
@@ -214,8 +215,8 @@ CASES: dict[str, Case] = {
     "publish:window-closed": Case(at_first),
     "publish:topic-deleted": Case(published, recreate=True),
 }
-ELSEWHERE = {*test_commit.POINTS, *test_maintenance.POINTS, *test_restore.POINTS}
-"""The points of sinks, views and restores, which the shop has none of."""
+ELSEWHERE = {*test_commit.POINTS, *test_maintenance.POINTS, *test_rebuild.OWN_POINTS, *test_restore.POINTS}
+"""The points of sinks, views, rebuilds and restores, which the shop has none of."""
 AGAIN: dict[str, Case] = {"publish:topic-created": Case(published, recreate=True)}
 """A point that is passed on two ways."""
 
@@ -256,8 +257,28 @@ def test_every_point_with_processes_alone(
     assert_sound(services, rig, unique, f"{name}, lake in a {lake}", record_property)
 
 
-def make_rig(services: Services, spark: SparkSession, folder: Path, prefix: str) -> Rig:
-    shop = make_shop(services, folder, prefix, settle="1")
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("etl:", "publish:"))])
+def test_every_point_of_outputs_with_three_partitions(
+    services: Services,
+    spark: SparkSession,
+    tmp_path: Path,
+    unique: str,
+    name: str,
+    record_property: Callable[[str, object], None],
+) -> None:
+    rig, case = make_rig(services, spark, tmp_path, unique, count=3), CASES[name]
+    case.prepare(rig)
+    command = ("to-kafka", "--recreate", rig.shop.new) if case.recreate else RUN
+    rig.die(command, f"{name}@{case.count}")
+    assert rig.run_process(command) == 0, rig.log.read_text()
+    assert_sound(services, rig, unique, f"{name}, three partitions", record_property)
+
+
+def make_rig(services: Services, spark: SparkSession, folder: Path, prefix: str, count: int = 1) -> Rig:
+    """``count``: the partitions of the topic of new orders."""
+    shop = make_shop(services, folder, prefix, settle="1", count=count)
     return Rig(shop, shop.model(), spark, folder / "zync.log")
 
 

@@ -142,7 +142,7 @@ def test_the_assets_are_listed_by_the_command_of_its_page() -> None:
     assert "Staging/NewInvoices" in listed.stdout.splitlines()
 
 
-def test_no_dialog_lies_over_the_graph_of_a_new_user() -> None:
-    with DagsterInstance.ephemeral(settings=yaml.safe_load((ROOT / "dagster.yaml").read_text())) as instance:
+def test_the_settings_of_the_page_on_dagster_show_no_dialog() -> None:
+    with DagsterInstance.ephemeral(settings=yaml.safe_load((ROOT / "demo" / "dagster.yaml").read_text())) as instance:
         assert not instance.nux_enabled
         assert not instance.telemetry_enabled

@@ -28,7 +28,7 @@ def test_the_sensor_alone_fills_the_topic_also_after_a_step_outside(
     pipeline = make_pipeline(services, tmp_path, unique)
     home = tmp_path / "home"
     home.mkdir()
-    (home / "dagster.yaml").write_text((ROOT / "dagster.yaml").read_text())
+    (home / "dagster.yaml").write_text((ROOT / "demo" / "dagster.yaml").read_text())
     env = {"DAGSTER_HOME": str(home), "ZYNC_PIPELINE": str(pipeline.path), "ZYNC_SENSOR": "running"}
     log = tmp_path / "dev.log"
     with log.open("w") as out:

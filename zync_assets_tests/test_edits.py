@@ -18,7 +18,7 @@ from zync_assets.etl.retries import NOTHING, Retry
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
-from zync_assets.runner import etl_all
+from zync_assets.runner import etl_all, rebuild_all
 from zync_assets_tests.mini import Mini, mini, row
 
 if TYPE_CHECKING:
@@ -104,6 +104,46 @@ def pairs(it: Mini, topic: str | None = None) -> list[tuple[str | None, str | No
     return [(found["value"]["l"], found["value"]["r"]) for found in staged]
 
 
+def test_a_rule_with_a_former_name_keeps_the_records_that_wait(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """The new rule takes them in the next batch, although nothing else is new."""
+    it = make(text(join("one")))
+    it.send(it.left, ("a", row(1, "a")), ("b", row(2, "b")))
+    it.send(it.right, ("a", row(1, "A")))
+    settle(it)
+    assert waits(it) == [("one", "b", f"no counterpart in {it.right} yet")]
+    it = it.edited(text(join("two").replace("name: two", "name: two, was: one")))
+    assert len(list(facts.due_steps(Names(it.pipeline), facts.gather(it.pipeline)))) == 1
+    settle(it)
+    assert waits(it) == [("two", "b", f"no counterpart in {it.right} yet")]
+    assert "rule two was one." in caplog.text
+    it.send(it.right, ("b", row(2, "B")))
+    settle(it)
+    assert (pairs(it), waits(it)) == ([("a", "A"), ("b", "B")], [])
+
+
+@pytest.mark.slow
+def test_a_join_moves_to_another_pool_by_a_rebuild(make: Make) -> None:
+    both = made() + made("$out.more", "Other")
+    it = make(text(join("one"), copy("rest", "$left", "value.op = 'x'", "$out.more"), outputs=both))
+    more = f"{it.out}.more"
+    it.send(it.left, ("a", row(1, "a")), ("b", row(2, "b")))
+    it.send(it.right, ("a", row(1, "A")))
+    settle(it)
+    moved = join("two").replace("name: two", "name: two, was: one").replace("out: $out", "out: $out.more")
+    it = it.edited(text(copy("other", "$left", "value.op = 'y'"), moved, outputs=both))
+    with pytest.raises(
+        ZyncError, match=r"rule two was one of pool Staging, where 1 records wait for it.* zync rebuild"
+    ):
+        list(etl_all(it.pipeline, lambda: it.spark))
+    list(rebuild_all(it.pipeline, lambda: it.spark, topics=[more]))
+    settle(it)
+    it.send(it.right, ("b", row(2, "B")))
+    settle(it)
+    [batch] = read_range(it.pipeline.kafka, more, 0, 0, 2)
+    assert [json.loads(value)["r"] for value in batch.column("value").to_pylist()] == ["A", "B"]
+
+
+@pytest.mark.slow
 def test_rules_are_renamed_added_back_moved_and_removed(make: Make) -> None:
     it = make(text(join("one"), copy("rest", "$left", "value.op = 'x'")))
     it.send(it.left, ("a", row(1, "a")), ("b", row(2, "b")))
@@ -112,7 +152,7 @@ def test_rules_are_renamed_added_back_moved_and_removed(make: Make) -> None:
     it = it.edited(text(join("two")))
     it.send(it.right, ("b", row(2, "B")))
     settle(it)
-    gone = "the pipeline file has no denorm rule one of this topic and pool any more"
+    gone = "the pipeline file has no denorm or group rule one of this topic and pool any more"
     assert waits(it) == [("one", "b", gone), ("two", "b", f"no counterpart in {it.left} yet")]
     (age,) = [each for each in said(it, "check") if each["check"] == "pending_age"]
     assert it.pipeline.command("etl", "--retry-unmatched") in age["summary"]

@@ -18,7 +18,7 @@ from deltalake import DeltaTable
 from zync_assets.checks.raw_checks import schema_change
 from zync_assets.codecs.fields import lacked_by, lacking
 from zync_assets.errors import RegistryUnavailable, SchemaChanged, SchemaError
-from zync_assets.ingest.source import Source, with_lacking_fields
+from zync_assets.ingest.source import TopicSource, with_lacking_fields
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake import quarantine
 from zync_assets.lake.raw import WriterSchema, open_raw, raw_files
@@ -294,7 +294,7 @@ def test_a_schema_that_the_registry_no_longer_has_does_not_stop_ingest(services:
     gone = 987654321
     column = pa.struct([pa.field("a", pa.int32()), lacked_by(pa.field("b", pa.int32()), [gone])])
     schema = pa.schema([pa.field("value", column)])
-    source = Source({}, config, unique, SideFormat("string"), SideFormat("avro"), None, column)
+    source = TopicSource({}, config, unique, SideFormat("string"), SideFormat("avro"), None, column)
     writers = [WriterSchema("value", id, 0, place, True) for place, id in enumerate((gone, *ids))]
     found = with_lacking_fields(schema, source, None, writers).field("value").type
     assert [lacking(item) for item in found] == [(), tuple(sorted((ids[0], gone)))]

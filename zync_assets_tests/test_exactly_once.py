@@ -61,11 +61,11 @@ class Steps(RuleBasedStateMachine):
     spark: SparkSession
     folders: Iterator[Path]
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(count=st.sampled_from([1, 3]))
+    def begin(self, count: int) -> None:
         folder = next(self.folders)
         folder.mkdir()
-        self.shop: Shop = make_shop(self.services, folder, folder.name, partitions=(1, 2), settle="0.2")
+        self.shop: Shop = make_shop(self.services, folder, folder.name, partitions=(1, 2), settle="0.2", count=count)
         self.model: Model = self.shop.model()
         self.orders = 0
         self.ingested: dict[tuple[str, int], int] = {}

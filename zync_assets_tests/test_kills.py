@@ -143,6 +143,6 @@ def assert_unfinished(shop: Shop, step: str, name: str) -> None:
         assert staging is None, name
     else:
         assert staging is not None
-        ends = {topic: position.next for (topic, _), position in staging.head.outputs.items()}
-        verified = verified_ends(shop.pipeline.lake, "Staging", ends)
-        assert any(verified.get(topic, 0) < end for topic, end in ends.items()), name
+        ends = {place: position.next for place, position in staging.head.outputs.items()}
+        verified = verified_ends(shop.pipeline.lake, "Staging", {topic for topic, _ in ends})
+        assert any(verified.get(place, 0) < end for place, end in ends.items()), name

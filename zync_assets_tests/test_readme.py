@@ -24,7 +24,8 @@ from zync_assets.kafka.topics import delete_topic
 from zync_assets.local.services import Services
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.grammar import FILE, KAFKA, KEYS, LAKE, REGISTRY, SPARK
-from zync_assets.pipeline_file.keys import Key
+from zync_assets.pipeline_file.key import Key
+from zync_assets.pipeline_file.keys import SECTIONS as SECTIONS_OF_RULES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -46,6 +47,7 @@ RUN = ("sh", "yaml", "console", "python")
 """The languages whose blocks the tests below run, all of them."""
 
 SECRETS = dict.fromkeys(("KAFKA_USER", "KAFKA_PASSWORD", "REGISTRY_USER", "REGISTRY_PASSWORD", "KEY", "SECRET"), "x")
+OF_ONE_TYPE = [key for kind in SECTIONS_OF_RULES.values() for key in kind.keys]
 TOPICS = ("orders", "payments", "paid-orders")
 SPARK_OF_TESTS = 'spark: {master: "local[2]", spark.sql.shuffle.partitions: 2}\n'
 
@@ -150,16 +152,22 @@ def row(key: Key) -> str:
         ("The file", FILE),
         ("`inputs`", KEYS["inputs"].keys),
         ("`outputs`", KEYS["outputs"].keys),
-        ("`transforms`", KEYS["transforms"].keys),
+        ("`transforms`", [key for key in KEYS["transforms"].keys if key not in OF_ONE_TYPE]),
         ("`kafka`, `registry`, `spark`, `lake`", (*KAFKA, *REGISTRY, *SPARK, *LAKE)),
     ],
 )
 def test_a_table_of_the_reference_is_what_the_grammar_says(title: str, keys: Sequence[Key]) -> None:
-    part = section("Reference").partition(f"### {title}\n")[2].partition("\n### ")[0]
+    text = section("Reference") + (ROOT / "demo" / "connecting.md").read_text()
+    part = text.partition(f"### {title}\n")[2].partition("\n### ")[0]
     assert re.findall(r"^\| `.*$", part, re.MULTILINE) == [row(key) for key in keys]
     for key in keys:
         if key.name in ("shape", "create"):
             assert all(f"`{below.name}`" in part for below in key.keys)
+
+
+def test_the_page_of_rules_has_the_keys_of_each_type() -> None:
+    part = (ROOT / "demo" / "rules.md").read_text().partition("## Keys of each type\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `.*$", part, re.MULTILINE) == [row(key) for key in OF_ONE_TYPE]
 
 
 def test_the_readme_names_every_command() -> None:
@@ -185,6 +193,18 @@ def test_a_pipeline_of_the_readme_is_valid(block: Block, tmp_path: Path) -> None
     path = tmp_path / "shop.yaml"
     path.write_text(block.text)
     assert load(path, SECRETS).inputs
+
+
+RULE_FILES = re.findall(
+    r"^```yaml\n(inputs:.*?)^```$", (ROOT / "demo" / "rules.md").read_text(), re.MULTILINE | re.DOTALL
+)
+
+
+@pytest.mark.parametrize("text", RULE_FILES)
+def test_a_pipeline_of_the_page_of_rules_is_valid(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "shop.yaml"
+    path.write_text(text)
+    assert load(path, SECRETS).rules
 
 
 def test_the_first_pipeline_has_ten_lines() -> None:

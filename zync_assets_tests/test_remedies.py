@@ -304,7 +304,6 @@ def damage(shop: Shop, folder: Path) -> None:
 
 def views(shop: Shop) -> None:
     it = shop.it
-    shop.paste(shop.zync("rebuild", code=1))
     it.edited(TWO_POOLS + COPY)
     shop.zync("etl")
     it.edited(TWO_POOLS + VIEW)

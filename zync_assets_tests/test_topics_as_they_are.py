@@ -137,7 +137,9 @@ def compact(kafka: dict[str, str], shop: Shop) -> None:
     configure(kafka, shop.orders, cleanup_policy="delete")
 
 
-@pytest.mark.parametrize("end", ["open", "aborted", "committed"])
+@pytest.mark.parametrize(
+    "end", ["open", *(pytest.param(end, marks=pytest.mark.slow) for end in ("aborted", "committed"))]
+)
 def test_a_foreign_transaction_in_an_output_topic_is_found_at_once(make: Make, unique: str, end: str) -> None:
     """No read-committed reader gets past an open one."""
     it = make()
@@ -159,6 +161,22 @@ def test_a_foreign_transaction_in_an_output_topic_is_found_at_once(make: Make, u
     recreate_topic(it.pipeline, it.out)
     it.publish()
     assert [offset for offset, _, _ in read_topic(it.pipeline.kafka["bootstrap.servers"], it.out)] == list(range(9))
+
+
+def test_removed_records_of_another_program_do_not_count_as_published(make: Make) -> None:
+    """Retention may remove the foreign records before anybody sees them. Their offsets remain."""
+    it = make()
+    it.send(it.left, row(0), row(1))
+    it.step()
+    it.publish()
+    plain(it.pipeline.kafka, [(it.out, 0, EPOCH, "foreign", b"{}")] * 2)
+    cut(it.pipeline.kafka, it.out, 4)
+    it.send(it.left, *[row(number) for number in range(2, 9)])
+    it.step()
+    with pytest.raises(ForeignRecord, match=rf"the record at offset 2 .*--recreate {it.out}"):
+        it.publish()
+    recreate_topic(it.pipeline, it.out)
+    assert it.publish().records == 9
 
 
 def test_a_record_that_is_too_large_is_found_before_its_window_is_announced(make: Make) -> None:

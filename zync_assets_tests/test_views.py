@@ -6,16 +6,15 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from zync_assets.errors import LakeError
 from zync_assets.etl import positions
-from zync_assets.lake import staging
 from zync_assets.local.services import Services
+from zync_assets_tests.mini import failing_commit
 from zync_assets_tests.view_world import SHOP, Change, World, make_world
 
 if TYPE_CHECKING:
@@ -40,26 +39,10 @@ def run(world: World, steps: Sequence[Step]) -> None:
             # As large batches are made, for a batch that is not small.
             patch.setattr(positions, "SMALL", positions.SMALL if step.small else 0)
             if step.how != "once":
-                broken(world, after=step.how == "broken after")
+                with failing_commit(after=step.how == "broken after"):
+                    world.etl()
             world.etl()
         world.check()
-
-
-def broken(world: World, *, after: bool) -> None:
-    """A batch that fails as if the process had been killed, before or after its commit. Not every batch has a commit."""
-    real = staging.commit_batch
-
-    def fail(*args: Any, **named: Any) -> Any:
-        if after:
-            real(*args, **named)
-        raise LakeError("broken on purpose")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "commit_batch", fail)
-        try:
-            world.etl()
-        except LakeError as error:
-            assert "on purpose" in str(error)
 
 
 def order(id: int, customer: int | None, status: str = "new", fee: int | None = None) -> Change:

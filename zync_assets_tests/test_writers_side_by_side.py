@@ -107,7 +107,7 @@ def test_another_publisher_s_records_are_not_foreign(make: Make, monkeypatch: py
 
     monkeypatch.setattr(staging, "staging_state", state_before_another_is_done)
     plan = plan_publish(it.pipeline, it.out)
-    assert (plan.high, plan.end, len(it.staged())) == (1, 1, 2)
+    assert (plan.parts[0].high, plan.parts[0].end, len(it.staged())) == (1, 1, 2)
 
 
 @pytest.mark.parametrize(("first", "second"), [("long", "string"), ("int", "long"), ("double", "long")])
@@ -195,7 +195,7 @@ def test_recreating_deletes_nothing_where_staging_is_damaged(make: Make) -> None
     ended = CliRunner().invoke(main, ["to-kafka", str(it.pipeline.path), "--recreate", it.out])
     assert ended.exit_code == 1
     assert "Nothing was published" in ended.output
-    assert plan_publish(it.pipeline, it.out).high == 1
+    assert plan_publish(it.pipeline, it.out).parts[0].high == 1
 
 
 def test_what_retention_took_after_a_kill_is_not_asked_for_again(make: Make) -> None:

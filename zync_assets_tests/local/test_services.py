@@ -166,7 +166,7 @@ def test_a_pid_that_another_process_has_now_is_left_alone(home: Path) -> None:
     other = subprocess.Popen(["sleep", "60"])
     try:
         home.mkdir()
-        entry = startup.Entry(port=1, token="0123456789abcdef", pid=other.pid)
+        entry = startup.ServiceEntry(port=1, token="0123456789abcdef", pid=other.pid)
         startup.save(home, startup.State(str(home / "lake"), kafka=entry, registry=entry))
 
         assert not down(home)
@@ -180,7 +180,7 @@ def test_a_pid_that_another_process_has_now_is_left_alone(home: Path) -> None:
 def test_a_process_is_found_though_its_starter_died_before_it_noted_the_pid(home: Path, tmp_path: Path) -> None:
     token = "fedcba9876543210"
     home.mkdir()
-    startup.save(home, startup.State(str(home / "lake"), registry=startup.Entry(port=1, token=token)))
+    startup.save(home, startup.State(str(home / "lake"), registry=startup.ServiceEntry(port=1, token=token)))
     command = ["/bin/sh", "-c", "sleep 60; true", processes.token_option(token)]
     pid = processes.spawn(command, cwd=tmp_path, log=tmp_path / "log")
     found = psutil.Process(pid)
