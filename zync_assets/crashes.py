@@ -38,10 +38,23 @@ def crash_point(name: str) -> None:
 def _kill_the_run(name: str) -> None:
     import psutil
 
-    os.write(2, f"killed at {name}\n".encode())
     root = psutil.Process(int(os.environ[_ROOT]))
+    log = _standard_error(root.pid)
     # Spark's Python workers are in a process group of their own: only descent finds them.
     for process in [root, *root.children(recursive=True)]:
         if process.pid != os.getpid():
             os.kill(process.pid, signal.SIGKILL)
+    os.write(log, f"killed at {name}\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _standard_error(pid: int) -> int:
+    """A descriptor of the process's standard error.
+
+    A worker's own standard error is a pipe to the JVM. The JVM dies before it copies the pipe's last line.
+    """
+    try:
+        return os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_APPEND)
+    except OSError:
+        # No /proc, or a socket, which can't be opened by a path.
+        return 2
