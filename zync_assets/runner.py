@@ -31,7 +31,7 @@ from zync_assets.ingest.plan import RawBatch, plan_ingest, read_input
 from zync_assets.kafka.topics import Survey, TopicState, survey
 from zync_assets.lake import raw, staging
 from zync_assets.lake.head import Head
-from zync_assets.lake.quarantine import Selection, quarantined_records
+from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.readings import Reading, TopicEnds, are_confirmed, keep_reading, read_readings
 from zync_assets.lake.snapshot import Snapshot

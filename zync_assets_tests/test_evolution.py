@@ -20,7 +20,7 @@ from zync_assets.codecs.fields import lacked_by, lacking
 from zync_assets.errors import RegistryUnavailable, SchemaChanged, SchemaError
 from zync_assets.ingest.source import TopicSource, with_lacking_fields
 from zync_assets.kafka.registry import Registry
-from zync_assets.lake import quarantine
+from zync_assets.lake import quarantine_table
 from zync_assets.lake.raw import WriterSchema, open_raw, raw_files
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
@@ -223,7 +223,7 @@ def test_records_of_a_new_schema_are_put_aside_where_the_file_says_so(it: Mini) 
         assert (done.records, done.quarantined, [change.in_table for change in done.schema_changes]) == (2, 1, [False])
         it.send(it.left, new({"id": 2, "note": "x"}), old({"id": 1}), old({"id": 3}))
     assert {tuple(row["value"]) for row in it.raw(it.left)} == {("id",)}
-    (held, _) = [each for each in quarantine.quarantined_records(strict.pipeline) if each.topic == it.left]
+    (held, _) = [each for each in quarantine_table.quarantined_records(strict.pipeline) if each.topic == it.left]
     assert "is new: added value.note (string)" in held.error
 
 

@@ -99,7 +99,7 @@ class Steps(RuleBasedStateMachine):
             return
         batches = [read_input(self.spark, pipeline, plan) for plan in plans]
         if how.startswith("broken"):
-            with breaking(raw, "commit_raw", after=how == "broken after"):
+            with breaking(raw, "commit_advance", after=how == "broken after"):
                 commit_raw(pipeline, batches[0])
         if how != "broken":
             self.ingested |= {place: len(log) for place, log in self.shop.sent.items() if place[0] == topic}

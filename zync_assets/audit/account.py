@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake import quarantine_table, raw, storage
 from zync_assets.lake.check_results import TopicPartition
 from zync_assets.lake.parquet_rows import FileOffsets, RecentCache, difference, distinct, integers, read_columns
 from zync_assets.lake.raw_files import DROPPED as DROPPED_STAGE
@@ -311,7 +311,7 @@ def _side_rows(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetRange] | N
     Raises DamagedFile."""
     state, side = snapshot.raw(topic), snapshot.quarantine(topic)
     columns = ["kafka.partition", "kafka.offset", "stage", "end"]
-    for item in quarantine.quarantine_files(state, side, check=False) if state and side else ():
+    for item in quarantine_table.quarantine_files(state, side, check=False) if state and side else ():
         span = OffsetRange(item.partition or 0, item.first or 0, (item.last or 0) + 1)
         if side is None or (ranges is not None and not touches(span, ranges)):
             continue

@@ -21,7 +21,7 @@ from zync_assets.lake import raw, storage, tampering
 from zync_assets.lake.check_results import CheckResult, Look, Number, Severity, conclude
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.parquet_rows import DamagedFile, FileOffsets, distinct, integers, read_columns
-from zync_assets.lake.quarantine import Selection, quarantined_records
+from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.lake.raw import RawState, WriterSchema
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, normalize, subtract

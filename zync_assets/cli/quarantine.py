@@ -27,7 +27,7 @@ from zync_assets.codecs.arrays import python_rows
 from zync_assets.errors import ZyncError
 from zync_assets.lake import raw
 from zync_assets.lake.parquet_rows import rows_at
-from zync_assets.lake.quarantine import QuarantinedRecord, Selection, entries, quarantined_records
+from zync_assets.lake.quarantine_table import QuarantinedRecord, Selection, entries, quarantined_records
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import key_column, value_column
 from zync_assets.offsets import OffsetRange, place_text

@@ -28,7 +28,7 @@ from zync_assets.ingest.plan import LEADER_SECONDS
 from zync_assets.kafka.librdkafka import way
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import PartitionState, TopicState, survey
-from zync_assets.lake import quarantine, staging
+from zync_assets.lake import quarantine_table, staging
 from zync_assets.lake.check_results import CheckResult
 from zync_assets.lake.head import Head
 from zync_assets.lake.parquet_rows import DamagedFile
@@ -223,7 +223,7 @@ def _aside(snapshot: Snapshot, topic: str) -> list[tuple[int, int]]:
     table = snapshot.raw(topic)
     if table is None or not any(table.bad.values()):
         return []
-    rows = quarantine.entries(table, snapshot.quarantine(topic))
+    rows = quarantine_table.entries(table, snapshot.quarantine(topic))
     return list(zip(rows["partition"].to_pylist(), rows["offset"].to_pylist(), strict=True))
 
 

@@ -52,7 +52,7 @@ from zync_assets.etl.waits import time_of
 from zync_assets.lake import raw, staging, storage
 from zync_assets.lake.head import Partitioning
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.quarantine import QuarantinedRecord, admit
+from zync_assets.lake.quarantine_table import QuarantinedRecord, admit
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule

@@ -24,7 +24,7 @@ from zync_assets.etl.rules import kind_of
 from zync_assets.etl.rules.assignment import conditions, has_schema, wanted
 from zync_assets.etl.rules.kind import OutputColumns, union
 from zync_assets.etl.rules.shapes import headers_sql
-from zync_assets.lake import quarantine, raw
+from zync_assets.lake import quarantine_table, raw
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, RANGE_STAGES
@@ -247,7 +247,7 @@ def undecoded_rows(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan) -> Da
         side = Snapshot(pipeline, plan.raw).quarantine(topic)
         files = [
             item
-            for item in quarantine.quarantine_files(state, side)
+            for item in quarantine_table.quarantine_files(state, side)
             if any(part.partition == item.partition and part.first <= (item.last or 0) for part in ranges)
         ]
         if side is not None and files:

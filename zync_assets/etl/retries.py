@@ -26,7 +26,7 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import pc
 from zync_assets.lake import raw, staging
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.quarantine import Selection
+from zync_assets.lake.quarantine_table import Selection
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
 from zync_assets.offsets import OffsetRange, subtract

@@ -19,7 +19,7 @@ from zync_assets.etl.end_records import EndRecords, Events, Longs, merge_ends, p
 from zync_assets.etl.frontier import END, File, Frontier, OrderKey, ReadOrders, Stream, frontier
 from zync_assets.etl.transactions import Counting, WholeTransactions, is_free, slowest, whole_transactions
 from zync_assets.ingest.order import is_binlog_id, transaction_ends, transaction_names
-from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake import quarantine_table, raw, storage
 from zync_assets.lake.head import TransactionPosition
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.parquet_rows import RecentCache
@@ -191,7 +191,7 @@ def _bad_offsets(snapshot: Snapshot, stream: Stream) -> Longs:
     found = [np.zeros(0, np.int64)]
     if state is not None and state.bad.get(stream.partition):
         side = snapshot.quarantine(stream.topic)
-        for item in quarantine.quarantine_files(state, side):
+        for item in quarantine_table.quarantine_files(state, side):
             if side is not None and item.partition == stream.partition:
                 kafka = storage.read_file(storage.join(side.uri, item.path), ["kafka.offset"])["kafka"].combine_chunks()
                 found.append(pc.struct_field(kafka, "offset").to_numpy(zero_copy_only=False))

@@ -18,10 +18,10 @@ from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, RawBatch, now_mi
 from zync_assets.ingest.shape import write_with_shape
 from zync_assets.ingest.source import SchemaChange
 from zync_assets.kafka.topics import commit_group_offsets, led_state
-from zync_assets.lake import compaction, quarantine, raw, storage, tables
+from zync_assets.lake import compaction, quarantine_table, raw, storage, tables
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.parquet_rows import rows_at
-from zync_assets.lake.quarantine import QuarantinedRecord, admit
+from zync_assets.lake.quarantine_table import QuarantinedRecord, admit
 from zync_assets.lake.raw import ORDER, RawAdvance, WriterSchema
 from zync_assets.lake.raw_files import ORDER_TYPE, highest_times, raw_schema
 from zync_assets.offsets import OffsetRange
@@ -76,7 +76,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     # 5. Commit quarantine and dropped ranges to the side table. The entries count from step 6 on.
     side_files = [*files.bad, *lost_files, *files.dropped]
     uri = storage.raw_uri(pipeline.lake, item.pool, item.topic)
-    quarantine.add(
+    quarantine_table.add(
         pipeline.lake, item.pool, item.topic, plan.state, side_files, lambda: _check_next(pipeline.lake, plan)
     )
     if side_files:
@@ -85,9 +85,9 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     advance = _advance(plan, reading, files, lost_files, schema, writers, times)
     advance = _with_order(pipeline, plan, files, advance, orders)
     try:
-        raw.commit_raw(uri, plan.state, advance)
+        raw.commit_advance(uri, plan.state, advance)
     except CommitConflict:
-        quarantine.withdraw(pipeline.lake, item.pool, item.topic, side_files)
+        quarantine_table.withdraw(pipeline.lake, item.pool, item.topic, side_files)
         raise
     # 7. Show the progress in Kafka, and look after the tables. A failure here does not undo the commit.
     until = {**(plan.state.next if plan.state else {}), **advance.next}
@@ -116,7 +116,7 @@ def _reading(pipeline: Pipeline, batch: RawBatch) -> RangeReading:
     table = plan.state.schema if plan.state else raw_schema(pa.null(), pa.null())
     parts, times = task_ranges(batch.spark, plan), highest_times(plan.state)
     orders = plan.state.orders if plan.state and plan.state.has_order else None
-    attempt, now = quarantine.new_attempt(), now_millis()
+    attempt, now = quarantine_table.new_attempt(), now_millis()
     return RangeReading(batch.spark, pipeline.lake, plan.input, batch.source, parts, now, table, attempt, times, orders)
 
 

@@ -26,7 +26,7 @@ from zync_assets.etl.rules import output_schemas
 from zync_assets.etl.rules.output_schemas import Notes, shape_notes
 from zync_assets.ingest.source import NewSchema, TopicSource, first_schemas, notes_of, with_schemas, with_side_notes
 from zync_assets.ingest.task import TaskEnd, TopicReader, Types, write_part
-from zync_assets.lake import quarantine, storage, tables
+from zync_assets.lake import quarantine_table, storage, tables
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.raw_files import LOWEST, RangeWriter, lift, loss_rows, raw_schema
 from zync_assets.lake.storage import has_longs
@@ -117,7 +117,7 @@ class RangeReading:
     @property
     def side_name(self) -> str:
         """The prefix of the names of side files."""
-        return quarantine.file_name(self.attempt)
+        return quarantine_table.file_name(self.attempt)
 
 
 @dataclass(frozen=True)

@@ -326,7 +326,7 @@ class RawAdvance:
     """The domain of the orders after the batch; None for the order of time."""
 
 
-def commit_raw(uri: str, before: RawState | None, advance: RawAdvance) -> None:
+def commit_advance(uri: str, before: RawState | None, advance: RawAdvance) -> None:
     """Commit the files and next offsets of a batch together. ``before``: the state that the batch was planned on.
 
     Raises CommitConflict if another writer committed first; nothing of this batch is visible then.

@@ -43,9 +43,9 @@ from zync_assets.ingest.source import (
     with_side_notes,
 )
 from zync_assets.ingest.task import KEPT, decoded_schema, shaped_batch, with_control
-from zync_assets.lake import quarantine, raw, staging, storage
+from zync_assets.lake import quarantine_table, raw, staging, storage
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.quarantine import Selection, quarantined_records
+from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.lake.raw import ORDER, RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, RangeWriter, orders_before
 from zync_assets.lake.snapshot import Snapshot
@@ -107,7 +107,7 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
     accepts no new schema. Nothing of this replay is visible after an error."""
     item, state, side = plan.input, plan.state, plan.snapshot.quarantine(plan.input.topic)
     # 1. Find the side table's files with entries of the wanted partitions.
-    files = [file for file in quarantine.quarantine_files(state, side) if file.partition in plan.offsets]
+    files = [file for file in quarantine_table.quarantine_files(state, side) if file.partition in plan.offsets]
     orders = {partition: orders_before(state, partition, offsets) for partition, offsets in plan.offsets.items()}
     task = RawReplayTask(
         source_of(pipeline, item, state),

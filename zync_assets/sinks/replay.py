@@ -12,7 +12,7 @@ from functools import partial, reduce
 import pyarrow as pa
 
 from zync_assets.errors import TargetRefused
-from zync_assets.lake.quarantine import Selection
+from zync_assets.lake.quarantine_table import Selection
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import OFFSET, PARTITION, Layout

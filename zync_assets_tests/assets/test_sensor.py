@@ -514,7 +514,7 @@ def test_a_lake_that_is_away_for_a_while_is_said_and_nothing_is_begun_anew(rig: 
     for topic, state in topic_states(rig.pipeline.kafka, [item.topic for item in rig.pipeline.inputs]).items():
         start = {item.partition: 0 for item in state.partitions}
         advance = raw.RawAdvance(topic, state.topic_id, SCHEMA, [], start, start)
-        raw.commit_raw(storage.raw_uri(rig.pipeline.lake, "Raw", topic), None, advance)
+        raw.commit_advance(storage.raw_uri(rig.pipeline.lake, "Raw", topic), None, advance)
     assert jobs(ticks()) == []
     rig.send(rig.payments, payments(1))
     lake, away = Path(rig.pipeline.lake), Path(f"{rig.pipeline.lake}-away")

@@ -194,7 +194,7 @@ def append_raw(
                 writer.write(pa.RecordBatch.from_arrays(columns, schema=schema))
         files += [found for found, _ in writer.files]
     advance = raw.RawAdvance(topic, "bench", schema, files, {} if state else {0: start}, {0: end})
-    raw.commit_raw(storage.raw_uri(lake, pool, topic), state, advance)
+    raw.commit_advance(storage.raw_uri(lake, pool, topic), state, advance)
     if known is not None and (made := raw.open_raw(lake, pool, topic)) is not None:
         known[topic] = made
 

@@ -171,7 +171,7 @@ def _lengthen_raw(pipeline: Pipeline, topic: str, count: int) -> None:
     start = state.next[0]
     files = _history_files(None, "history", start, count)
     advance = raw.RawAdvance(topic, "bench", state.table.schema, files, {}, {0: start + count * SHARE})
-    raw.commit_raw(storage.raw_uri(pipeline.lake, "Raw", topic), state, advance)
+    raw.commit_advance(storage.raw_uri(pipeline.lake, "Raw", topic), state, advance)
 
 
 def _lengthen_staging(pipeline: Pipeline, count: int) -> None:

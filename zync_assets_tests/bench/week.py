@@ -186,7 +186,7 @@ class _Run:
             for at in starts
         ]
         advance = raw.RawAdvance(TOPIC, "bench", raw_state.schema, made, {}, {0: self.end}, times={0: now})
-        raw.commit_raw(raw_state.table.uri, raw_state, advance)
+        raw.commit_advance(raw_state.table.uri, raw_state, advance)
         outputs = [
             replace(item, path=f"compact-{uuid.uuid4().hex}/topic={OUT}/part-0.parquet", group=OUT) for item in made
         ]

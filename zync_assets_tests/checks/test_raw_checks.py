@@ -12,7 +12,7 @@ from deltalake import write_deltalake
 
 from zync_assets.checks.raw_checks import monotonic_offsets, no_unexplained_loss, quarantine_size, schema_change
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_state
-from zync_assets.lake import quarantine, raw, storage
+from zync_assets.lake import quarantine_table, raw, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawAdvance, RawState
 from zync_assets.lake.raw_files import BAD_SCHEMA, RangeWriter, raw_schema
@@ -136,7 +136,7 @@ class TestNoUnexplainedLoss:
         opened = open_table(storage.quarantine_uri(chain.pipeline.lake, "Raw", chain.invoices))
         assert opened is not None
         state, _ = table_of(chain)
-        [item] = quarantine.quarantine_files(state, opened)
+        [item] = quarantine_table.quarantine_files(state, opened)
         take_out(opened, item)
         found = no_unexplained_loss(chain.pipeline, chain.invoices)
         assert "partition 1: 1 quarantined entries were counted and 0 are there" in found.summary
@@ -173,15 +173,15 @@ def ingest_by_hand(pipeline: Pipeline, offsets: list[int], lost: OffsetRange | N
         writer.write(pa.RecordBatch.from_pylist(rows, schema=raw_schema(pa.string(), pa.string())))
     if lost is not None:
         entry = {"kafka": {**place, "offset": lost.first}, "stage": "lost", "end": lost.end}
-        with RangeWriter(storage.quarantine_uri(lake, "Raw", topic), 0, quarantine.file_name(7)) as side:
+        with RangeWriter(storage.quarantine_uri(lake, "Raw", topic), 0, quarantine_table.file_name(7)) as side:
             side.write(pa.RecordBatch.from_pylist([entry], schema=BAD_SCHEMA))
-        quarantine.add(lake, "Raw", topic, None, [found for found, _ in side.files], lambda: None)
+        quarantine_table.add(lake, "Raw", topic, None, [found for found, _ in side.files], lambda: None)
     schema = raw_schema(pa.string(), pa.string())
     topic_id = topic_state(pipeline.kafka, topic).topic_id
     bad = {0: 1 if lost else 0}
     files = [found for found, _ in writer.files]
     advance = RawAdvance(topic, topic_id, schema, files, {0: 0}, {0: 10}, bad=bad, attempts={0: 7})
-    raw.commit_raw(storage.raw_uri(lake, "Raw", topic), None, advance)
+    raw.commit_advance(storage.raw_uri(lake, "Raw", topic), None, advance)
     return topic
 
 

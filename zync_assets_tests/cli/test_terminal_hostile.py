@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from zync_assets.cli.main import main
 from zync_assets.cli.terminal import MAX_OFFSET, MAX_PARTITION
-from zync_assets.lake import quarantine, raw, staging, storage
+from zync_assets.lake import quarantine_table, raw, staging, storage
 from zync_assets.lake.head import Head, OutputPosition, Position
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.staging import BASE_SCHEMA
@@ -65,11 +65,11 @@ def make_pipeline(folder: Path) -> Path:
     """A pipeline whose lake has a raw record, a quarantined one and an output."""
     path, lake = folder / "p.yaml", str(folder / "lake")
     path.write_text(FILE)
-    bad = file(storage.quarantine_uri(lake, "Raw", "a"), bad_records([1]), quarantine.file_name(1))
-    quarantine.add(lake, "Raw", "a", None, [bad], lambda: None)
+    bad = file(storage.quarantine_uri(lake, "Raw", "a"), bad_records([1]), quarantine_table.file_name(1))
+    quarantine_table.add(lake, "Raw", "a", None, [bad], lambda: None)
     raw_uri = storage.raw_uri(lake, "Raw", "a")
     good = file(raw_uri, records([0]))
-    raw.commit_raw(
+    raw.commit_advance(
         raw_uri, None, raw.RawAdvance("a", "id", SCHEMA, [good], {0: 0}, {0: 2}, bad={0: 1}, attempts={0: 1})
     )
     uri, name = storage.staging_uri(lake, "Staging"), "batch-000000000001-000000000000/topic=o/part-0.parquet"

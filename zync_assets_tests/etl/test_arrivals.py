@@ -16,7 +16,7 @@ from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done
 from zync_assets.cli.records import pending_rows
 from zync_assets.etl import positions, waits
 from zync_assets.kafka.topics import create_topic
-from zync_assets.lake.quarantine import Selection, quarantined_records
+from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.local.services import Services
 from zync_assets_tests.mini import Mini, failing_commit, make_pipeline
 

@@ -16,7 +16,7 @@ from zync_assets.errors import BadRecords, EtlError, SchemaError
 from zync_assets.etl import failure_search, failures
 from zync_assets.kafka.topics import max_message_bytes
 from zync_assets.lake import staging
-from zync_assets.lake.quarantine import EVERYTHING, quarantined_records
+from zync_assets.lake.quarantine_table import EVERYTHING, quarantined_records
 from zync_assets.local.services import Services
 from zync_assets.runner import drop_all, replay_all
 from zync_assets_tests.mini import BOTH, Mini, mini, row

@@ -11,7 +11,7 @@ import pytest
 
 from zync_assets.checks.output_checks import run_all
 from zync_assets.etl import pending
-from zync_assets.lake.quarantine import quarantined_records
+from zync_assets.lake.quarantine_table import quarantined_records
 from zync_assets.local.services import Services
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 from zync_assets_tests.shop import read_topic

@@ -26,8 +26,7 @@ from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import Survey
 from zync_assets.lake.head import Late
 from zync_assets.lake.log import Order
-from zync_assets.lake.raw import ORDER, RawAdvance, open_raw
-from zync_assets.lake.raw import commit_raw as commit_table
+from zync_assets.lake.raw import ORDER, RawAdvance, commit_advance, open_raw
 from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE
 from zync_assets.lake.readings import Reading, TopicEnds, keep_reading
 from zync_assets.lake.storage import raw_uri
@@ -131,7 +130,7 @@ def raw_table(pipeline: Pipeline, topic: str, *orders: Order, first: int = 0) ->
     batch = batch.append_column(ORDER, pa.array([{"high": high, "low": low} for high, low in orders], ORDER_TYPE))
     schema = SCHEMA.append(pa.field(ORDER, ORDER_TYPE))
     advance = RawAdvance(topic, "id", schema, [file(uri, batch)], {} if first else {0: 0}, {0: first + len(orders)})
-    commit_table(uri, open_raw(pipeline.lake, "Raw", topic), replace(advance, orders={0: orders[-1]}, domain="shop"))
+    commit_advance(uri, open_raw(pipeline.lake, "Raw", topic), replace(advance, orders={0: orders[-1]}, domain="shop"))
 
 
 @pytest.fixture

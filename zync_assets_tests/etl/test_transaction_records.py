@@ -28,8 +28,7 @@ from zync_assets.kafka.topics import create_topic
 from zync_assets.lake import storage
 from zync_assets.lake.head import TransactionPosition
 from zync_assets.lake.log import Order
-from zync_assets.lake.raw import ORDER, RawAdvance, open_raw
-from zync_assets.lake.raw import commit_raw as commit_table
+from zync_assets.lake.raw import ORDER, RawAdvance, commit_advance, open_raw
 from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE
 from zync_assets.lake.readings import Reading, TopicEnds, keep_reading
 from zync_assets.lake.staging import open_staging
@@ -295,7 +294,7 @@ def raw_table(pipeline: Pipeline, topic: str, rows: Sequence[tuple[Order, dict[s
     schema = SCHEMA.set(SCHEMA.get_field_index("value"), pa.field("value", kind)).append(pa.field(ORDER, ORDER_TYPE))
     batch = pa.RecordBatch.from_pydict(columns, schema)
     advance = RawAdvance(topic, "id", schema, [file(uri, batch)], {0: 0}, {0: len(rows)})
-    commit_table(uri, None, replace(advance, orders={0: rows[-1][0]}, domain="shop"))
+    commit_advance(uri, None, replace(advance, orders={0: rows[-1][0]}, domain="shop"))
 
 
 @pytest.fixture

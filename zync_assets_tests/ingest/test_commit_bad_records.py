@@ -18,7 +18,7 @@ from zync_assets.ingest.commit import commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake import raw
-from zync_assets.lake.quarantine import quarantined_records
+from zync_assets.lake.quarantine_table import quarantined_records
 from zync_assets.local.services import Services
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 from zync_assets_tests.test_exactly_once import breaking
@@ -113,15 +113,15 @@ def test_a_writer_that_is_killed_in_a_race_leaves_no_bad_record_twice(
     first = read_input(it.spark, it.pipeline, plan_ingest(it.pipeline, it.left))
     it.send(it.left, b"two")
     second = read_input(it.spark, it.pipeline, plan_ingest(it.pipeline, it.left))
-    commit = raw.commit_raw
+    commit = raw.commit_advance
 
     def after_the_other_was_killed(*given: Any) -> None:
-        monkeypatch.setattr(raw, "commit_raw", commit)
-        with breaking(raw, "commit_raw"):
+        monkeypatch.setattr(raw, "commit_advance", commit)
+        with breaking(raw, "commit_advance"):
             commit_raw(it.pipeline, second)
         commit(*given)
 
-    monkeypatch.setattr(raw, "commit_raw", after_the_other_was_killed)
+    monkeypatch.setattr(raw, "commit_advance", after_the_other_was_killed)
     commit_raw(it.pipeline, first)
     it.etl()
     assert [record.offset for record in quarantined_records(it.pipeline)] == [1]

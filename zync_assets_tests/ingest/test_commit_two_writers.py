@@ -12,7 +12,7 @@ from zync_assets.errors import CommitConflict
 from zync_assets.ingest import commit as ingest_commit
 from zync_assets.ingest import plan as step
 from zync_assets.lake import raw
-from zync_assets.lake.quarantine import quarantined_records
+from zync_assets.lake.quarantine_table import quarantined_records
 from zync_assets.local.services import Services
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 
@@ -37,14 +37,14 @@ def held(it: Mini) -> list[int]:
 
 def before_the_raw_commit(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """``act`` runs once, between a writer's commits of the quarantine and of the records."""
-    real, left = raw.commit_raw, [act]
+    real, left = raw.commit_advance, [act]
 
-    def commit_raw(*arguments: Any, **named: Any) -> None:
+    def commit_advance(*arguments: Any, **named: Any) -> None:
         if left:
             left.pop()()
         real(*arguments, **named)
 
-    monkeypatch.setattr(raw, "commit_raw", commit_raw)
+    monkeypatch.setattr(raw, "commit_advance", commit_advance)
 
 
 def ingest(it: Mini, upto: int | None = None) -> None:
@@ -60,7 +60,7 @@ def ingest_and_die(it: Mini, upto: int | None = None) -> None:
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(raw, "commit_raw", die)
+        patch.setattr(raw, "commit_advance", die)
         ingest(it, upto)
 
 

@@ -25,7 +25,7 @@ from zync_assets.ingest.order import connector_of, own_orders, source_name, tran
 from zync_assets.ingest.source import TopicSource
 from zync_assets.ingest.task import ReadEnd, TopicReader, write_part
 from zync_assets.lake.log import Order
-from zync_assets.lake.quarantine import EVERYTHING
+from zync_assets.lake.quarantine_table import EVERYTHING
 from zync_assets.lake.raw import ORDER, RawState, open_raw
 from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, orders_before
 from zync_assets.local.services import Services

@@ -19,7 +19,7 @@ from zync_assets.ingest.commit import commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.quarantine import quarantine_files
+from zync_assets.lake.quarantine_table import quarantine_files
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.local.services import Services

@@ -15,7 +15,7 @@ from zync_assets.errors import BadRecords, FieldMissing, SchemaError
 from zync_assets.ingest import shape
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.ingest.task import _Gaps
-from zync_assets.lake.quarantine import EVERYTHING, Selection, quarantined_records
+from zync_assets.lake.quarantine_table import EVERYTHING, Selection, quarantined_records
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.raw_files import KAFKA_TYPE
 from zync_assets.local.services import Services

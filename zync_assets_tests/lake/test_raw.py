@@ -19,7 +19,7 @@ from zync_assets.lake.raw import (
     RawAdvance,
     RawState,
     WriterSchema,
-    commit_raw,
+    commit_advance,
     commit_replay,
     open_raw,
     raw_files,
@@ -57,7 +57,7 @@ def put(
     first = {} if partition in known else {partition: 0}
     until = {partition: offsets.stop}
     advance = RawAdvance(TOPIC, topic_id, schema, [data], first, until, bad=bad or {}, writers=writers, domain=domain)
-    commit_raw(uri, before, replace(advance, orders={partition: orders[-1]} if orders else {}))
+    commit_advance(uri, before, replace(advance, orders={partition: orders[-1]} if orders else {}))
 
 
 def state(lake: Path) -> RawState:
@@ -189,7 +189,7 @@ def test_held_offsets_are_told_by_ranges_however_many_they_are(tmp_path: Path) -
     gaps = file(uri, records([3, 4, 7, 9]))
     other = file(uri, records([50], partition=1))
     files = [gaps, whole, other]
-    commit_raw(uri, None, RawAdvance(TOPIC, "id", SCHEMA, files, {0: 0, 1: 50}, {0: 5_000_000_000, 1: 51}))
+    commit_advance(uri, None, RawAdvance(TOPIC, "id", SCHEMA, files, {0: 0, 1: 50}, {0: 5_000_000_000, 1: 51}))
     state = open_raw(lake, "Raw", TOPIC)
     assert state is not None
     found = record_ranges(state, [OffsetRange(0, 0, 5_000_000_000)])

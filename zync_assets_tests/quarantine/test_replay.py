@@ -17,7 +17,7 @@ from zync_assets.errors import CommitConflict
 from zync_assets.etl.retries import Retry
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake import raw, staging
-from zync_assets.lake.quarantine import EVERYTHING, quarantined_records
+from zync_assets.lake.quarantine_table import EVERYTHING, quarantined_records
 from zync_assets.local.services import Services
 from zync_assets.quarantine.replay import commit_drop, commit_replay, plan_drop, plan_replay
 from zync_assets.runner import drop_all, etl_all, replay_all

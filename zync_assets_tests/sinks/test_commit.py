@@ -20,7 +20,7 @@ from zync_assets.checks.sink_checks import sink_results
 from zync_assets.checks.state_checks import rows_match
 from zync_assets.cli.main import main
 from zync_assets.errors import BadRecords, SinkError, TableUnfit
-from zync_assets.lake.quarantine import Selection
+from zync_assets.lake.quarantine_table import Selection
 from zync_assets.local.services import Services
 from zync_assets.sinks.replay import LEFT_OUT, OVERTAKEN, drop_refused, refused_records, replay_refused
 from zync_assets.sinks.steps import Rest, reset_sink, sink_all, sink_awake

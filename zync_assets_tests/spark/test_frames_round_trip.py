@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from zync_assets.codecs.dispatch import make_decoder, make_encoder
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.raw import RawAdvance, commit_raw, open_raw, raw_files
+from zync_assets.lake.raw import RawAdvance, commit_advance, open_raw, raw_files
 from zync_assets.lake.storage import file_size, raw_uri
 from zync_assets.lake.tables import create_table, open_table
 from zync_assets.pipeline import SideFormat
@@ -88,7 +88,7 @@ def test_a_carried_time_is_exact_to_the_microsecond_after_2038_and_found_among_m
         *(file(uri, records([at, at + 5000], [7, 9])) for at in (10, 9000, 90_000)),
     ]
     files += [file(uri, records([3], [6], partition=1)), file(uri, records([4, 5], [late + 1, late + 2], partition=1))]
-    commit_raw(uri, None, RawAdvance("t", "id", SCHEMA, files, {0: 0, 1: 0}, {0: 100_000, 1: 6}))
+    commit_advance(uri, None, RawAdvance("t", "id", SCHEMA, files, {0: 0, 1: 0}, {0: 100_000, 1: 6}))
     state = open_raw(lake, "Raw", "t")
     assert state is not None
     found = raw_frame(spark, state, raw_files(state)).selectExpr(

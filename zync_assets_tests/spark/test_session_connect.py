@@ -22,7 +22,7 @@ from zync_assets import pipeline_file
 from zync_assets.checks.output_checks import run_all
 from zync_assets.kafka.topics import high_watermark
 from zync_assets.lake import tables
-from zync_assets.lake.quarantine import quarantined_records
+from zync_assets.lake.quarantine_table import quarantined_records
 from zync_assets.local import processes
 from zync_assets.local.services import Services
 from zync_assets.runner import etl_all, ingest_all

@@ -11,7 +11,7 @@ import pytest
 
 from zync_assets.checks.output_checks import run_all
 from zync_assets.etl.retries import Retry
-from zync_assets.lake.quarantine import Selection, quarantined_records
+from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Rule
 from zync_assets.pipeline_file import load

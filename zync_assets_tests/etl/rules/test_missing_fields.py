@@ -17,7 +17,7 @@ from zync_assets.etl.rules.missing_fields import (
     newest_type,  # pyright: ignore[reportPrivateUsage]
 )
 from zync_assets.kafka.registry import Registry
-from zync_assets.lake.quarantine import EVERYTHING
+from zync_assets.lake.quarantine_table import EVERYTHING
 from zync_assets.local.services import Services
 from zync_assets.pipeline import RegistryConfig
 from zync_assets.pipeline_file.conditions import TYPED_ARGUMENTS

@@ -11,8 +11,8 @@ from deltalake import DeltaTable
 from zync_assets.audit.account import quarantined_offsets, read_quarantine
 from zync_assets.errors import CommitConflict, TableDamaged
 from zync_assets.lake.log import DataFile, list_files
-from zync_assets.lake.quarantine import add, file_name, quarantine_files, withdraw
-from zync_assets.lake.raw import RawAdvance, RawState, commit_raw, commit_replay, open_raw
+from zync_assets.lake.quarantine_table import add, file_name, quarantine_files, withdraw
+from zync_assets.lake.raw import RawAdvance, RawState, commit_advance, commit_replay, open_raw
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.storage import quarantine_uri, raw_uri
 from zync_assets.lake.tables import forget, open_table
@@ -45,7 +45,7 @@ def commit(lake: Path, attempt: int, until: dict[int, int], bad: dict[int, int] 
     data = [file(uri, records([known.get(partition, 0)], partition=partition)) for partition in until]
     attempts = dict.fromkeys(until, attempt) if attempt else {}
     advance = RawAdvance(PLACE[1], "id-1", SCHEMA, data, first, until, bad=bad or {}, attempts=attempts)
-    commit_raw(uri, before, advance)
+    commit_advance(uri, before, advance)
 
 
 def snapshot(lake: Path) -> Snapshot:
