@@ -11,13 +11,12 @@ names of its output topics hold a digest of rules, inputs and outputs: a scratch
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from zync_assets.conflicts import CONFLICTS, retried
+from zync_assets.conflicts import retried
 from zync_assets.crashes import crash_point
-from zync_assets.errors import CommitConflict, EtlError
+from zync_assets.errors import EtlError
 from zync_assets.etl.commit import commit_staging
 from zync_assets.etl.encodability import size_limits
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, Recomputed, plan_etl, read_raw, transform
@@ -28,7 +27,6 @@ from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import CreateTopic, Output, Pipeline
 from zync_assets.spark.session import Session
 
-_log = logging.getLogger(__name__)
 _MAX_BYTES = "max.message.bytes"
 
 
@@ -73,24 +71,29 @@ def rebuild_events(pipeline: Pipeline, session: Session, pool: str, topics: tupl
     own = _scratch_pool(pipeline, pool, prefix)
     uri = storage.staging_uri(pipeline.lake, own.staging_pools[0])
     _remove_other(own, uri, prefix, pipeline, pool)
-    for attempt in range(CONFLICTS + 1):
-        yield from _recomputed(own, session, pipeline, pool)
+    yield from _recomputed(own, session, pipeline, pool)
+    if staging.open_staging(own.lake, own.staging_pools[0]) is None:
+        # The account has no record of the rules' inputs.
+        return
+    others: list[EtlCommit] = []
+
+    def read() -> Recomputed:
+        # What another process committed meanwhile.
+        others.extend(_recomputed(own, session, pipeline, pool))
         crash_point("rebuild:recomputed")
         state = staging.open_staging(own.lake, own.staging_pools[0])
-        if state is None:
-            # The account has no record of the rules' inputs.
-            return
-        try:
-            plan = rebuild_events_plan(pipeline, pool, Recomputed(state, prefix, wanted))
-            made = commit_staging(pipeline, _batch(pipeline, session, plan))
-        except CommitConflict as error:
-            if attempt == CONFLICTS:
-                raise
-            _log.warning("%s; going on after it", error)
-            continue
-        if made.batch > plan.head.batch:
-            yield made
-        break
+        assert state is not None
+        return Recomputed(state, prefix, wanted)
+
+    def commit(made: Recomputed) -> EtlCommit | None:
+        plan = rebuild_events_plan(pipeline, pool, made)
+        done = commit_staging(pipeline, _batch(pipeline, session, plan))
+        return done if done.batch > plan.head.batch else None
+
+    made = retried(read, commit)
+    yield from others
+    if made is not None:
+        yield made
     crash_point("rebuild:committed")
     tables.remove_table(uri)
 

@@ -1,20 +1,23 @@
 """Edits of rules: each ETL commit keeps the fingerprints of the pool's rules, and the next one compares them.
 
-A fingerprint has a digest for each part of a rule, so that a message can name the parts that changed. Views have definitions of
-their own (``etl.views``), and no fingerprints.
+A fingerprint has a digest for each part of a rule, so that a message can name the parts that changed. It has the rule's place
+too: of two rules that would take a record, the first one gets it. Views have definitions of their own (``etl.views``), and no
+fingerprints.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zync_assets.errors import EtlError
 from zync_assets.lake import staging
 from zync_assets.lake.head import Head
 from zync_assets.pipeline import Pipeline, Rule
+from zync_assets.pipeline_file.conditions import are_apart
 
 _KEPT = "New records go by the new rules; staged outputs and their numbers stay as they are."
 
@@ -23,7 +26,7 @@ _KEPT = "New records go by the new rules; staged outputs and their numbers stay 
 class RuleChange:
     """One rule of which the pipeline file says something else than at the last commit.
 
-    ``parts``: the keys that changed; empty for a rule that is new, gone or renamed. ``text``: the change in words.
+    ``parts``: the keys that changed; empty for a rule that is new, gone, renamed or moved. ``text``: the change in words.
     """
 
     rule: str
@@ -31,8 +34,11 @@ class RuleChange:
     text: str
 
 
-def fingerprint(rule: Rule) -> str:
-    """The parts of a rule with a digest each, as JSON."""
+_PLACE = "place"
+
+
+def fingerprint(rule: Rule, place: int = 0) -> str:
+    """The parts of a rule with a digest each, and its place among the rules of its pool, as JSON."""
     parts: dict[str, object] = {
         "type": rule.kind,
         "topics": [(side.name, side.topic) for side in rule.sides],
@@ -49,7 +55,8 @@ def fingerprint(rule: Rule) -> str:
         "expire-after": repr(rule.expiry) if rule.expiry is not None else None,
         "explode": rule.explode,
     }
-    return json.dumps({name: _digest(part) for name, part in parts.items() if part not in (None, [], [[]])})
+    found = {name: _digest(part) for name, part in parts.items() if part not in (None, [], [[]])}
+    return json.dumps({**found, _PLACE: place})
 
 
 def _digest(part: object) -> str:
@@ -59,14 +66,14 @@ def _digest(part: object) -> str:
 
 def fingerprints(rules: Iterable[Rule]) -> dict[str, str]:
     """Name → fingerprint of each rule but views."""
-    return {rule.name: fingerprint(rule) for rule in rules if rule.view is None}
+    return {rule.name: fingerprint(rule, place) for place, rule in enumerate(rules) if rule.view is None}
 
 
 def rule_changes(rules: Iterable[Rule], head: Head) -> list[RuleChange]:
     """The changes of a pool's rules since its last commit. Empty if the commit is of a version that kept no fingerprints."""
     if not head.rules:
         return []
-    known, found = dict(head.rules), list[RuleChange]()
+    known, found, kept = dict(head.rules), list[RuleChange](), list[tuple[int | None, Rule]]()
     for rule in rules:
         if rule.view is not None:
             continue
@@ -75,6 +82,8 @@ def rule_changes(rules: Iterable[Rule], head: Head) -> list[RuleChange]:
         if renamed:
             before = known.pop(rule.was or "")
         parts = _differences(before, fingerprint(rule)) if before is not None else ()
+        if before is not None and rule.part_of is None:
+            kept.append((json.loads(before).get(_PLACE), rule))
         changed = f"changed ({', '.join(parts)})"
         if renamed:
             text = f"was {rule.was}{f', and {changed}' if parts else ''}"
@@ -83,12 +92,44 @@ def rule_changes(rules: Iterable[Rule], head: Head) -> list[RuleChange]:
             found.append(RuleChange(rule.name, (), "is new"))
         elif parts:
             found.append(RuleChange(rule.name, parts, changed))
-    return [*found, *(RuleChange(name, (), "is gone") for name in known)]
+    return [*found, *_moves(kept), *(RuleChange(name, (), "is gone") for name in known)]
+
+
+def _moves(rules: Sequence[tuple[int | None, Rule]]) -> Iterator[RuleChange]:
+    """The rules that now stand before others that they stood behind, or behind others, as few of them as explain the order.
+
+    ``rules``: with the place of each at the last commit. Earlier versions kept no places. Rules that plainly take no record
+    of each other may stand in any order.
+    """
+    swapped = [
+        (behind, before)
+        for at, (old, behind) in enumerate(rules)
+        for other, before in rules[at + 1 :]
+        if old is not None and other is not None and other < old and _may_share(behind, before)
+    ]
+    while swapped:
+        counts = Counter(rule.name for pair in swapped for rule in pair)
+        moved = max(counts, key=lambda name: counts[name])
+        passed = [rule.name for rule, other in swapped if other.name == moved]
+        ahead = [other.name for rule, other in swapped if rule.name == moved]
+        sides = [("before", ahead), ("behind", passed)]
+        text = " and ".join(f"{word} {', '.join(names)}" for word, names in sides if names)
+        yield RuleChange(moved, (), f"now stands {text}")
+        swapped = [pair for pair in swapped if moved not in (pair[0].name, pair[1].name)]
+
+
+def _may_share(one: Rule, other: Rule) -> bool:
+    """Whether a record may be taken by either of two rules."""
+    return any(
+        side.topic == another.topic and not are_apart(side.where, another.where)
+        for side in one.sides
+        for another in other.sides
+    )
 
 
 def _differences(before: str, now: str) -> tuple[str, ...]:
     old, new = json.loads(before), json.loads(now)
-    return tuple(name for name in {**old, **new} if old.get(name) != new.get(name))
+    return tuple(name for name in {**old, **new} if name != _PLACE and old.get(name) != new.get(name))
 
 
 def report_changes(pipeline: Pipeline, pool: str, head: Head, log: Callable[[str], object] | None) -> None:

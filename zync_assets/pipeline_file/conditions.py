@@ -162,6 +162,27 @@ def leaves_nothing(earlier: str | None, later: str | None) -> bool:
     )
 
 
+def are_apart(one: str | None, other: str | None) -> bool:
+    """True when plainly no record is taken by both conditions: they want other texts, or other numbers, of one column."""
+    if one is None or other is None:
+        return False
+    values = [[found for each in _joined_by_and(_tree(sql)) if (found := _one_of(each))] for sql in (one, other)]
+    return any(
+        column == another and _kinds(some | more) == 1 and not _texts(some) & _texts(more)
+        for column, some in values[0]
+        for another, more in values[1]
+    )
+
+
+def _kinds(literals: frozenset[exp.Expr]) -> int:
+    return len({bool(item.args.get("is_string")) for item in literals})
+
+
+def _texts(literals: frozenset[exp.Expr]) -> set[str]:
+    """Literals as a collation that knows no case may compare them."""
+    return {item.name.casefold().strip() for item in literals}
+
+
 # A rule is compared with every earlier one of its topic.
 @lru_cache(maxsize=4096)
 def _tree(sql: str) -> exp.Expr:

@@ -79,6 +79,27 @@ def test_an_edit_is_told_with_the_parts_that_changed(tmp_path: Path) -> None:
     )
 
 
+def test_a_rule_that_passes_others_is_told_once(tmp_path: Path) -> None:
+    """Rules that take no record of each other may stand in any order."""
+    copies = [COPY.replace("copy", f"copy-{at}").replace("value.op = 'u'", f"value.id > {at}") for at in range(4)]
+    before = (*copies, JOIN)
+    assert (
+        "3, rule copy-3 now stands before copy-0, copy-1, copy-2. New"
+        in told(tmp_path, before, copies[3], *copies[:3], JOIN)[0]
+    )
+    assert (
+        "3, rule copy-0 now stands behind copy-1, copy-2. New"
+        in told(tmp_path, before, *copies[1:3], copies[0], copies[3], JOIN)[0]
+    )
+    assert "3, rule join now stands before copy-3. New" in told(tmp_path, before, *copies[:3], JOIN, copies[3])[0]
+    (both,) = told(tmp_path, before, copies[1], copies[0], copies[3], copies[2], JOIN)
+    assert both.count("now stands") == 2
+    assert told(tmp_path, before, *copies[1:], JOIN)[0].count("rule ") == 1
+    assert told(tmp_path, (COPY, JOIN), JOIN.replace("'c'", "'r'").replace("name: join", "name: r"), COPY, JOIN)[
+        0
+    ].endswith("rule r is new. New records go by the new rules; staged outputs and their numbers stay as they are.")
+
+
 def test_a_renamed_rule_is_told_by_both_names(tmp_path: Path) -> None:
     renamed = JOIN.replace("name: join", "name: pair, was: join")
     assert "rule pair was join. New" in told(tmp_path, (JOIN,), renamed)[0]
