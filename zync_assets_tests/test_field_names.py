@@ -98,4 +98,4 @@ def test_keys_of_groups_elements_and_partitions_may_have_any_names(
     ]
     assert it.classes(it.right) == {"done": 1, "unmatched": 1}
     it.publish()
-    assert [json.loads(text) for text in published(it, f"{it.out}.lines")][0] == {"s ku": "tea", "from": 1, "ü": None}
+    assert json.loads(published(it, f"{it.out}.lines")[0]) == {"s ku": "tea", "from": 1, "ü": None}

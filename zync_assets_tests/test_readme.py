@@ -48,7 +48,7 @@ RUN = ("sh", "yaml", "console", "python")
 
 SECRETS = dict.fromkeys(("KAFKA_USER", "KAFKA_PASSWORD", "REGISTRY_USER", "REGISTRY_PASSWORD", "KEY", "SECRET"), "x")
 OF_ONE_TYPE = [key for kind in SECTIONS_OF_RULES.values() for key in kind.keys]
-TOPICS = ("orders", "payments", "paid-orders")
+TOPICS = ("orders", "payments", "paid-orders", "clean-orders")
 SPARK_OF_TESTS = 'spark: {master: "local[2]", spark.sql.shuffle.partitions: 2}\n'
 
 
@@ -61,22 +61,22 @@ class Block:
     text: str
 
 
-def all_blocks() -> list[Block]:
+def all_blocks(lines: Sequence[str]) -> list[Block]:
     found: list[Block] = []
     opened: int | None = None
-    for number, line in enumerate(LINES, 1):
+    for number, line in enumerate(lines, 1):
         if line.lstrip().startswith("```"):
             if opened is None:
                 opened = number
             else:
-                text = "\n".join(LINES[opened : number - 1]) + "\n"
-                found.append(Block(LINES[opened - 1].strip().removeprefix("```"), opened, text))
+                text = "\n".join(lines[opened : number - 1]) + "\n"
+                found.append(Block(lines[opened - 1].strip().removeprefix("```"), opened, text))
                 opened = None
     assert opened is None
     return found
 
 
-BLOCKS = all_blocks()
+BLOCKS = all_blocks(LINES)
 
 
 def blocks(language: str) -> list[Block]:
@@ -285,6 +285,98 @@ def printed(block: Block) -> str:
         instance.add_dynamic_partitions("shop/Staging", ["0:0-999999"])
         assert job.execute_in_process(instance=instance, asset_selection=[AssetKey("revenue")]).success
     return out.getvalue()
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_of_edits_does_what_it_says(shop: Path) -> None:
+    old, new, console = all_blocks((ROOT / "demo" / "edits.md").read_text().splitlines())
+    Path("shop.yaml").write_text(old.text + SPARK_OF_TESTS)
+    Path("new.yaml").write_text(new.text + SPARK_OF_TESTS)
+    Path("orders.jsonl").write_text(
+        "".join(json.dumps({"key": {"id": id}, "value": {"id": id, "item": item}}) + "\n" for id, item in ITEMS)
+    )
+    answer("zync produce orders orders.jsonl --create")
+    answer("zync run shop.yaml --until-idle")
+    now = played(console)
+    assert same(now, console.text), now
+
+
+ITEMS = ((1, "tea"), (2, "cups"))
+
+
+@dataclass(frozen=True)
+class Example:
+    """Records for an example of the page of rules, and its outputs. ``records``: topic, key, value, and seconds; ``outputs``:
+    topic → keys and values."""
+
+    records: Sequence[tuple[str, object, object, int]]
+    outputs: dict[str, list[tuple[object, object]]]
+
+
+ORDER = {"ID": 1, "customer": "Ann", "lines": [{"sku": "tea", "qty": 2}, {"sku": "cup", "qty": 0}]}
+EXAMPLES = {
+    "group": Example(
+        [
+            ("order", None, {"txn": 1, "done": False, "row": {"product": "tea", "qty": 2}}, 0),
+            ("order", None, {"txn": 2, "done": False, "row": {"product": "cup", "qty": 1}}, 1),
+            ("menu", None, {"txn": 1, "done": True, "row": {"price": 3}}, 2),
+        ],
+        {"NewOrders": [({"txn": 1}, {"product": "tea", "total": 6, "prices": [3]})]},
+    ),
+    "expire-after": Example(
+        [
+            ("Invoices", {"ID": 1}, {"after": {"ID": 1}}, 0),
+            ("Invoices", {"ID": 2}, {"after": {"ID": 2}}, 60),
+            ("InvoiceStatus", None, {"after": {"InvoiceID": 2, "status": "paid"}}, 3601),
+        ],
+        {"NewInvoices": [({"ID": 1}, {"ID": 1, "status": None}), ({"ID": 2}, {"ID": 2, "status": "paid"})]},
+    ),
+    "explode": Example(
+        [
+            ("shop.public.orders", {"ID": 1}, {"op": "c", "after": ORDER}, 0),
+            ("shop.public.orders", {"ID": 1}, {"op": "u", "after": ORDER}, 1),
+            ("shop.public.users", {"ID": 7}, {"op": "c", "after": {"ID": 7}}, 0),
+        ],
+        {
+            "Orders": [({"ID": 1}, {"ID": 1, "customer": "Ann"})],
+            "Lines": [({"ID": 1, "sku": "tea"}, {"ID": 1, "sku": "tea", "qty": 2})],
+            "shop.public.orders.clean": [({"ID": 1}, {"op": "u", "after": ORDER})],
+            "shop.public.users.clean": [({"ID": 7}, {"op": "c", "after": {"ID": 7}})],
+        },
+    ),
+    "coalesce": Example(
+        [("Invoices", {"ID": id}, {"after": {"ID": id, "n": n}}, 0) for id, n in ((1, 1), (2, 1), (1, 2))],
+        {"NewInvoices": [({"ID": 2}, {"ID": 2, "n": 1}), ({"ID": 1}, {"ID": 1, "n": 2})]},
+    ),
+}
+"""A word that is in one example of the page alone → the example."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", EXAMPLES)
+def test_an_example_of_the_page_of_rules_does_what_it_says(shop: Path, services: Services, word: str) -> None:
+    [text] = (text for text in RULE_FILES if f" {word}:" in text or f"type: {word}" in text)
+    # Topics that are missing.
+    text = re.sub(r"(topic: .*, pool: (?:Staging|Bundles))", r"\1, create: {}", text)
+    Path("shop.yaml").write_text(text + SPARK_OF_TESTS)
+    example, kafka = EXAMPLES[word], {"bootstrap.servers": services.bootstrap_servers}
+    inputs = dict.fromkeys(topic for topic, *_ in example.records)
+    try:
+        for topic in inputs:
+            lines = [
+                json.dumps({"key": key, "value": value, "timestamp": 1_700_000_000_000 + 1000 * seconds})
+                for name, key, value, seconds in example.records
+                if name == topic
+            ]
+            Path("records.jsonl").write_text("\n".join(lines))
+            answer(f"zync produce {topic} records.jsonl --create")
+        answer("zync run shop.yaml --until-idle")
+        for topic, wanted in example.outputs.items():
+            found = [json.loads(line) for line in answer(f"zync consume {topic} --until-end").splitlines()]
+            assert [(item["key"], item["value"]) for item in found] == wanted, topic
+    finally:
+        for topic in (*inputs, *example.outputs):
+            delete_topic(kafka, topic)
 
 
 PIP = """#!/bin/sh

@@ -38,7 +38,7 @@ COMMANDS: Mapping[str, Lazy] = {
     "from-kafka": Lazy("zync_assets.cli.run:from_kafka", "Read the input topics into the raw pools."),
     "etl": Lazy("zync_assets.cli.run:etl", "Transform raw records into the staging pools."),
     "diff": Lazy("zync_assets.cli.diff:diff", "The keys of the outputs that an edit of a file would change."),
-    "rebuild": Lazy("zync_assets.cli.run:rebuild", "Compute changed views again."),
+    "rebuild": Lazy("zync_assets.cli.run:rebuild", "Compute outputs again from the raw history; publish what differs."),
     "to-kafka": Lazy("zync_assets.cli.run:to_kafka", "Publish the staging pools to the output topics."),
     "sink": Lazy("zync_assets.cli.run:sink", "Write staged topics and raw tables to target databases."),
     "restore": Lazy("zync_assets.cli.topics:restore", "Publish archived records into a topic again."),
