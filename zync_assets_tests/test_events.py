@@ -1,7 +1,8 @@
 """Any history of events is the model's: groups, expiry, several outputs, merged changes and partitions, in one pipeline.
 
 Hypothesis chooses the records, the cuts of batches, which side comes late, commits that break, restarts, and looks at expired
-records again. The model follows each batch that was committed.
+records again. The model follows each batch that was committed. A batch costs Spark four seconds of planning, however few its
+records are: histories therefore have few batches of many records, and most batches are made in one task, which costs half.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ RECORDS = st.lists(
         st.sampled_from(["a", "b", "c", "d", None]),
         st.one_of(VALUES, VALUES, VALUES, VALUES, VALUES, VALUES, VALUES, st.none(), st.just(GARBAGE)),
     ),
-    min_size=1,
-    max_size=15,
+    min_size=4,
+    max_size=24,
 )
 """Left or right, partition, seconds since the record before, seconds that the timestamp is behind, key, value."""
 
@@ -74,7 +75,7 @@ STEPS = st.builds(
     RECORDS,
     st.sampled_from([(True, False), (True, False), (True,), (False,)]),
     st.sampled_from(["once", "once", "once", "broken", "broken after"]),
-    st.booleans(),
+    st.sampled_from([True, True, False]),
     st.sampled_from([False, False, True]),
     st.booleans(),
     st.lists(st.sampled_from(OUTPUTS), max_size=2),
@@ -142,7 +143,8 @@ def test_a_history_of_events_is_that_of_the_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("examples", "steps"), [(15, 8)])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("examples", "steps"), [(8, 8)])
 def test_any_history_of_events_is_that_of_the_model(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, examples: int, steps: int
 ) -> None:
@@ -163,9 +165,9 @@ def test_any_history_of_events_is_that_of_the_model(
         # A rule begins when each of its topics has a schema.
         whole = {"op": "none", "id": None, "n": None, "items": None}
         begin = Step(
-            [(left, 0, 0, 0, "first", whole) for left in (True, False)], (True, False), "once", *[False] * 3, ()
+            [(left, 0, 0, 0, "first", whole) for left in (True, False)], (True, False), "once", True, False, False, ()
         )
-        for step in [begin, *each, replace(begin, records=(), one_task=True)]:
+        for step in [begin, *each, replace(begin, records=())]:
             history.go(step)
         for name in OUTPUTS:
             history.world.it.publish(f"{history.world.it.out}.{name}")

@@ -357,7 +357,7 @@ EXAMPLES = {
 def test_an_example_of_the_page_of_rules_does_what_it_says(shop: Path, services: Services, word: str) -> None:
     [text] = (text for text in RULE_FILES if f" {word}:" in text or f"type: {word}" in text)
     # Topics that are missing.
-    text = re.sub(r"(topic: .*, pool: (?:Staging|Bundles))", r"\1, create: {}", text)
+    text = re.sub(r"(topic: .*, +pool: (?:Staging|Bundles))", r"\1, create: {}", text)
     Path("shop.yaml").write_text(text + SPARK_OF_TESTS)
     example, kafka = EXAMPLES[word], {"bootstrap.servers": services.bootstrap_servers}
     inputs = dict.fromkeys(topic for topic, *_ in example.records)

@@ -115,8 +115,10 @@ def _copy_raw(pipeline: Pipeline, folder: Path) -> None:
     """Copy the raw tables that the rules read, with what ETL reads beside them. A lake in a folder gives links to its files."""
     lake, scratch = pipeline.lake, str(folder)
     folder.mkdir(parents=True)
+    ends = pipeline.transactions.topic if pipeline.transactions is not None else None
     for item in pipeline.inputs:
-        if not pipeline.readers_of(item.topic):
+        # No rule reads the transaction topic, and the frontier follows its records.
+        if not pipeline.readers_of(item.topic) and item.topic != ends:
             continue
         for uri in (storage.raw_uri, storage.quarantine_uri, storage.decoded_uri):
             _copy(uri(lake, item.pool, item.topic), uri(scratch, item.pool, item.topic))

@@ -120,7 +120,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch, rules: Mapping[str, str]) -> Et
     plan, state, labels = staged.plan, staged.plan.state, staged.transform.labels
     committing = False
     try:
-        if plan.recomputed is not None and not staged.results.facts and is_rebuilt(pipeline, plan):
+        if plan.recomputed is not None and not staged.results.facts and is_rebuilt(batch.spark, pipeline, plan):
             return EtlCommit(plan.pool, plan.head.batch, {}, {}, {}, time.monotonic() - started)
         crash_point("etl:outputs-written")
 

@@ -256,7 +256,7 @@ class _Search:
         if not any(item.by for item in self.partitions.values()):
             return
         frame = self._rows(assignment.columns)
-        for rows in failing_partitions(frame, self.pipeline, self.partitions, self.transform.labels):
+        for rows in failing_partitions(frame, self.partitions, self.transform.labels):
             for row in rows.select("rule", "last", "source").limit(failures.MOST_FAILURES + 1).collect():
                 of = row["source"][row["last"]]
                 topic = self.pipeline.inputs[of["place"]].topic
@@ -375,7 +375,7 @@ class _Search:
                 rows = self._rows(assignment.columns, place).where(self._is_of(place))
                 if side == _PARTITION:
                     mine = rows.where(f"rule = {self.rules.index(rule)}")
-                    rows = partition_numbers(mine, self.pipeline, rule.out, self.partitions[rule.out].count)
+                    rows = partition_numbers(mine, self.partitions[rule.out])
                 rows.collect()
         except (PySparkException, Py4JError) as error:
             return cause_line(error)

@@ -25,6 +25,9 @@ from zync_assets.kafka.registry import Registry
 from zync_assets.lake.head import Head, OutputPosition, Partitioning
 from zync_assets.lake.staging import key_column, value_column
 from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline_file.conditions import without_root
+from zync_assets.pipeline_file.expressions import SqlProblem
+from zync_assets.pipeline_file.references import in_lake_names, with_notes
 from zync_assets.publish.encoding import SideSchema, encode_values, registered, row_schema
 from zync_assets.spark.failures import fails, short
 from zync_assets.spark.sql import name_sql
@@ -41,14 +44,15 @@ class Partitions:
     """How the outputs of a topic are shared among its ``count`` partitions.
 
     ``keys``: how the keys of each rule are encoded, by the rule's index; None: the rule's keys are null. ``key_type``: the
-    type of the staged keys; None: all keys are null. ``by``: whether the column PARTITION has the partition.
+    type of the staged keys; None: all keys are null. ``by``: ``partition-by`` in the lake's names; the column PARTITION then has
+    the partition.
     """
 
     topic: str
     count: int = 1
     keys: Sequence[SideSchema | None] = ()
     key_type: pa.DataType | None = None
-    by: bool = False
+    by: str | None = None
 
     def of(self, outputs: pa.RecordBatch) -> np.ndarray:
         """The partition of each output: rows with ``rule``, and the key's column or PARTITION."""
@@ -133,7 +137,7 @@ def topic_partitions(
         item, before = pipeline.output(topic), head.partitionings.get(topic)
         if item.partition_by is not None:
             kept[topic] = Partitioning(f"partition-by: {' '.join(item.partition_by.split())}", None)
-            found[topic] = replace(found[topic], by=True)
+            found[topic] = replace(found[topic], by=by_in_lake_names(item.partition_by, kind))
             _check(topic, before, kept[topic].text, f"partition-by: {item.partition_by}")
             continue
         sides = {rule: side for rule, text in kind.texts.items() if (side := row_schema(topic, text).key).schema}
@@ -174,6 +178,20 @@ def _short(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:199]}…"
 
 
+def by_in_lake_names(by: str, kind: OutputType) -> str:
+    """``partition-by`` with the lake's names for fields, and NULL for a side that no rule has made so far. EtlError for a name
+    that may be two fields."""
+    columns = {"key": key_column(kind.topic), "value": value_column(kind.topic)}
+    roots = {side: with_notes(kind.columns[name]) for side, name in columns.items() if name in kind.columns}
+    try:
+        sql = by
+        for side in columns.keys() - roots.keys():
+            sql = without_root(sql, side)
+        return in_lake_names(sql, roots)
+    except SqlProblem as problem:
+        raise EtlError(f"topic {kind.topic}, partition-by: {by}: {problem}. Nothing was committed.") from None
+
+
 def with_partition_columns(
     frame: DataFrame, pipeline: Pipeline, topics: Mapping[str, Partitions], labels: Labels, present: Collection[str]
 ) -> DataFrame:
@@ -182,14 +200,14 @@ def with_partition_columns(
     from pyspark.errors import AnalysisException
 
     for topic, partitions in topics.items():
-        by = pipeline.output(topic).partition_by
-        if not partitions.by or by is None:
+        if partitions.by is None:
             continue
-        sides, made = _sides(topic, present), by_sql(by, partitions.count)
+        sides, made = _sides(topic, present), by_sql(partitions.by, partitions.count)
         case = f"CASE WHEN kind = 'out' AND rule IN ({labels.of_topic(topic)}) THEN {made} END AS {partitions.sql}"
         try:
             frame = frame.selectExpr("*", *sides).selectExpr("* EXCEPT (key, value)", case)
         except AnalysisException as error:
+            by = pipeline.output(topic).partition_by
             raise EtlError(
                 f"topic {topic}, partition-by: {by}: {short(error)} Write a whole number, of `key` and `value` of the output."
                 " Nothing was committed."
@@ -208,21 +226,18 @@ def by_sql(by: str, count: int) -> str:
     return f"CAST(pmod(CAST(({by}) AS BIGINT), {count}L) AS INT)"
 
 
-def failing_partitions(
-    frame: DataFrame, pipeline: Pipeline, topics: Mapping[str, Partitions], labels: Labels
-) -> list[DataFrame]:
+def failing_partitions(frame: DataFrame, topics: Mapping[str, Partitions], labels: Labels) -> list[DataFrame]:
     """The result rows whose ``partition-by`` fails. With the settings of a search."""
     found: list[DataFrame] = []
     for topic, partitions in topics.items():
-        by = pipeline.output(topic).partition_by
-        if partitions.by and by is not None:
+        if partitions.by is not None:
             mine = frame.where(f"kind = 'out' AND rule IN ({labels.of_topic(topic)})")
             seen = mine.selectExpr("*", *_sides(topic, frame.columns))
-            found.append(seen.where(fails(by_sql(by, partitions.count))))
+            found.append(seen.where(fails(by_sql(partitions.by, partitions.count))))
     return found
 
 
-def partition_numbers(frame: DataFrame, pipeline: Pipeline, topic: str, count: int) -> DataFrame:
+def partition_numbers(frame: DataFrame, partitions: Partitions) -> DataFrame:
     """The value of a topic's ``partition-by`` for result rows of the topic. The frame fails where the expression does."""
-    by = pipeline.output(topic).partition_by or "0"
-    return frame.selectExpr(*_sides(topic, frame.columns)).selectExpr(by_sql(by, count))
+    made = by_sql(partitions.by or "0", partitions.count)
+    return frame.selectExpr(*_sides(partitions.topic, frame.columns)).selectExpr(made)

@@ -33,7 +33,7 @@ from zync_assets.errors import CommitConflict, EtlError
 from zync_assets.etl import positions
 from zync_assets.etl.batch import ResultRows, Transform, no_rows
 from zync_assets.etl.failures import Failure, Place
-from zync_assets.etl.partitions import by_sql
+from zync_assets.etl.partitions import by_in_lake_names, by_sql
 from zync_assets.etl.plan import EtlPlan, Recomputed, plan_etl
 from zync_assets.etl.positions import Bound
 from zync_assets.etl.retries import Reopening
@@ -42,7 +42,6 @@ from zync_assets.etl.rules.shapes import COLUMN as HEADERS
 from zync_assets.etl.rules.shapes import made_sql, type_sql
 from zync_assets.etl.views.key_filter import checkpoint
 from zync_assets.etl.views.query import same_sql
-from zync_assets.etl.waits import waiting_entries
 from zync_assets.lake import staging
 from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
@@ -52,7 +51,7 @@ from zync_assets.spark import frames
 from zync_assets.spark.sql import name_sql, path_sql, text_sql
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import DataType
 
 _log = logging.getLogger(__name__)
@@ -247,6 +246,7 @@ def _check_partitions(transform: Transform, topic: _Topic, found: DataFrame) -> 
     by, state = transform.pipeline.output(topic.name).partition_by, transform.plan.state
     if by is None or state is None:
         return
+    by = by_in_lake_names(by, transform.types[topic.name])
     made = by_sql(by, len(state.head.positions(topic.name)))
     keyed = found.where("staged_in IS NOT NULL").selectExpr("k AS key", "v AS value", "staged_in")
     moved = keyed.selectExpr("key", "staged_in", f"coalesce({made}, 0) AS place").where("place <> staged_in")
@@ -339,7 +339,7 @@ def refuse_failures(plan: EtlPlan, found: Mapping[Place, Failure]) -> None:
         )
 
 
-def is_rebuilt(pipeline: Pipeline, plan: EtlPlan) -> bool:
+def is_rebuilt(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan) -> bool:
     """Whether the account is that of the scratch pool already."""
     made, state = plan.recomputed, plan.state
     assert made is not None
@@ -350,13 +350,23 @@ def is_rebuilt(pipeline: Pipeline, plan: EtlPlan) -> bool:
         counts = {place: count for place, count in head.counts.items() if place[0] in covered and count}
         return counts, {place: count for place, count in head.waiting.items() if place[1] in covered and count}
 
-    def waiting(known: StagingState) -> pa.Table:
-        columns = ["topic", "partition", "first", "rule"]
-        found = waiting_entries(known).select(columns)
-        found = found.filter(pc.is_in(found["topic"], pa.array(sorted(covered), pa.string())))
-        return found.sort_by([(name, "ascending") for name in columns])
+    if facts(state.head) != facts(made.state.head):
+        return False
+    # Each has as many rows as the other.
+    old, new = (_waiting(spark, known, covered) for known in (state, made.state))
+    return old is None or new is None or new.exceptAll(old).isEmpty()
 
-    return facts(state.head) == facts(made.state.head) and waiting(state).equals(waiting(made.state))
+
+def _waiting(spark: SparkSession, state: StagingState, topics: Collection[str]) -> DataFrame | None:
+    """The pending records of some topics: place and rule. Any number of them. None: nothing is pending."""
+    from pyspark.sql import functions as F
+
+    if not any(count for (_, topic), count in state.head.waiting.items() if topic in topics):
+        return None
+    place = ["topic", "partition", "first"]
+    entries = frames.ledger_frame(spark, state).where(F.col("topic").isin(sorted(topics)))
+    pending = entries.where("kind = 'pending'").select(*place, "rule")
+    return pending.join(entries.where("kind = 'completed'").select(*place), place, "left_anti")
 
 
 def rebuild_account(
@@ -368,11 +378,14 @@ def rebuild_account(
     assert made is not None
     assert state is not None
     covered, new = _covered(pipeline, plan.pool, made), made.state.head
-    files = [item for item in (_without(state, covered, state.ledger_files, f"{folder}/kept"),) if item is not None]
     others = {topic for topic, _ in new.inputs} - covered
-    for at, item in enumerate(made.state.ledger_files):
-        found = _without(made.state, others, [item], f"{folder}/rebuilt-{at}", state.table.uri)
-        files += [] if found is None else [found]
+    # One file at a time: a ledger may be larger than the memory.
+    files = [
+        found
+        for name, known, topics in (("kept", state, covered), ("rebuilt", made.state, others))
+        for at, item in enumerate(known.ledger_files)
+        if (found := _without(known, topics, item, f"{folder}/{name}-{at}", state.table.uri)) is not None
+    ]
     views = {rule.out for rule in pipeline.rules_of(plan.pool) if rule.view is not None}
     outputs = {place: item.next for place, item in head.outputs.items() if place[0] not in views}
     waiting = _mixed(head.waiting, new.waiting, lambda place: place[1] in covered)
@@ -400,13 +413,11 @@ def _mixed(old: Mapping[K, V], new: Mapping[K, V], is_new: Callable[[K], bool]) 
     return known | {key: value for key, value in new.items() if is_new(key)}
 
 
-def _without(
-    state: StagingState, topics: Collection[str], files: Sequence[DataFile], path: str, uri: str | None = None
-) -> DataFile | None:
-    """Some ledger files as one file without the entries of some topics; None for no entry. ``path``: of the new file, below the
+def _without(state: StagingState, topics: Collection[str], item: DataFile, path: str, uri: str) -> DataFile | None:
+    """A ledger file without the entries of some topics, as a new file; None for no entry. ``path``: of the new file, below the
     table ``uri``."""
-    rows = staging.read_entries(state, files)
+    rows = staging.read_entries(state, [item])
     rows = rows.filter(pc.invert(pc.is_in(rows["topic"], pa.array(sorted(topics), pa.string()))))
     name, _, last = path.rpartition("/")
     path = f"{name}/{staging.ACCOUNT_FOLDER}/{last}.parquet"
-    return staging.write_entries(uri or state.table.uri, path, rows) if rows.num_rows else None
+    return staging.write_entries(uri, path, rows) if rows.num_rows else None

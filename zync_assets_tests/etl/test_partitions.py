@@ -42,5 +42,5 @@ def test_the_key_of_each_rule_is_hashed_as_it_is_sent(rows: list[tuple[int | Non
 def test_outputs_have_partition_0_alone_or_by_an_expression() -> None:
     outputs = pa.record_batch({"rule": pa.array([0, 0], pa.int32()), PARTITION: pa.array([2, None], pa.int32())})
     assert Partitions("t").of(outputs).tolist() == [0, 0]
-    assert Partitions("t", 3, by=True).of(outputs).tolist() == [2, 0]
+    assert Partitions("t", 3, by="key").of(outputs).tolist() == [2, 0]
     assert Partitions("t", 3, [side("json")]).of(outputs).dtype == np.int32, "the topic has no keys"
