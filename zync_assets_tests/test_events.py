@@ -144,7 +144,7 @@ def test_a_history_of_events_is_that_of_the_model(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("examples", "steps"), [(8, 8)])
+@pytest.mark.parametrize(("examples", "steps"), [(6, 8)])
 def test_any_history_of_events_is_that_of_the_model(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, examples: int, steps: int
 ) -> None:
