@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from zync_assets.etl import positions
 from zync_assets.local.services import Services
+from zync_assets_tests.etl.test_streams import batch
 from zync_assets_tests.mini import failing_commit
-from zync_assets_tests.view_world import SHOP, Change, World, make_world
+from zync_assets_tests.view_world import SHOP, Change, World, make_world, ordered_shop
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -63,6 +65,25 @@ def line(id: int, of: int | None, sku: str = "tea", qty: int | None = 1) -> Chan
 
 def gone(table: str, id: int) -> Change:
     return Change(table, {"id": id}, None)
+
+
+def some_changes(choice: random.Random, count: int) -> list[Change]:
+    """Changes of all tables; many keys change several times."""
+    made: list[Change] = []
+    for _ in range(count):
+        id, of = choice.randint(1, 40), choice.choice([None, *range(1, 42)])
+        made.append(
+            choice.choice(
+                [
+                    order(id, of, choice.choice(["new", "draft", "paid"]), choice.choice([None, 1, 2])),
+                    customer(id, choice.choice(["Ann", "Bob"]), of),
+                    region(id, choice.choice(["north", "south"])),
+                    line(id * 3, of, choice.choice(["tea", "cup"]), choice.randint(1, 3)),
+                    gone(choice.choice(["orders", "customers", "regions", "lines"]), id),
+                ]
+            )
+        )
+    return made
 
 
 STORY = (
@@ -159,3 +180,40 @@ def test_any_changes_in_any_batches_end_as_duckdb_says(
         run(world, [Step([])])
 
     examples()
+
+
+@pytest.mark.slow
+def test_each_batch_below_the_frontier_shows_a_state_that_the_source_had(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """The tables share the order of their source. They are ingested in any order, some far behind the others."""
+    world = make_world(services, spark, tmp_path, unique, ordered_shop(), names=["documents", "customers"])
+    choice, held_back = random.Random(5), 0
+    for _ in range(6):
+        world.send(some_changes(choice, 25))
+        world.ingest(choice.sample(list(SHOP), choice.randint(1, 3)))
+        while batch(world.it, choice.choice([10, 1_000])):
+            check_order(world)
+        held_back += len(world.seen()) < sum(world.ingested.values())
+    assert held_back
+    world.ingest()
+    world.etl()
+    check_order(world)
+    assert len(world.seen()) == len(world.sent)
+
+
+def check_order(world: World) -> None:
+    """No record below what ETL has taken is left out, and the outputs follow the source."""
+    world.check()
+    seen, places = world.seen(), {}
+    for each in world.sent:
+        places[world.topic(each.table), each.partition, each.offset] = each.place
+    left = set(places) - {(world.topic(each.table), each.partition, each.offset) for each in seen}
+    # A tombstone has the place of its delete.
+    assert max((each.place for each in seen), default=-1) <= min((places[each] for each in left), default=world.changes)
+    for output in world.outputs:
+        lasts = [
+            max(places[source["topic"], source["partition"], source["offset"]] for source in row["source"])
+            for row in world.it.staged(output)
+        ]
+        assert lasts == sorted(lasts), output

@@ -17,8 +17,8 @@ import pytest
 from zync_assets.checks.state_checks import state_equals_raw
 from zync_assets.local.services import Services
 from zync_assets_tests.test_kills import kill_family
-from zync_assets_tests.test_views import customer, gone, line, order, region
-from zync_assets_tests.view_world import Change, World, make_world
+from zync_assets_tests.test_views import some_changes
+from zync_assets_tests.view_world import World, make_world
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -29,25 +29,6 @@ from zync_assets.etl.views import state_fold
 state_fold.FILES = 4
 main()
 """
-
-
-def some_changes(choice: random.Random, count: int) -> list[Change]:
-    """Changes of all tables; many keys change several times."""
-    made: list[Change] = []
-    for _ in range(count):
-        id, of = choice.randint(1, 40), choice.choice([None, *range(1, 42)])
-        made.append(
-            choice.choice(
-                [
-                    order(id, of, choice.choice(["new", "draft", "paid"]), choice.choice([None, 1, 2])),
-                    customer(id, choice.choice(["Ann", "Bob"]), of),
-                    region(id, choice.choice(["north", "south"])),
-                    line(id * 3, of, choice.choice(["tea", "cup"]), choice.randint(1, 3)),
-                    gone(choice.choice(["orders", "customers", "regions", "lines"]), id),
-                ]
-            )
-        )
-    return made
 
 
 def killed(command: Sequence[str], staging: Path, files: int, log: Path) -> bool:

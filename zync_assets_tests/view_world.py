@@ -2,6 +2,8 @@
 
 ``orders`` and ``customers`` come in Debezium's envelope. ``regions`` and ``lines`` are flat records with tombstones. All topics
 have two partitions, and a key stays in one partition.
+
+``ordered_shop`` has the same tables, whose changes have the order of one source database.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,9 @@ import pyarrow as pa
 
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
 from zync_assets.kafka.topics import create_topic
+from zync_assets.lake.staging import open_staging
 from zync_assets.local.services import Services
+from zync_assets.runner import ingest_all
 from zync_assets_tests.mini import Mini, make_pipeline
 from zync_assets_tests.view_oracle import Oracle, Table, folded, idle
 
@@ -31,11 +35,13 @@ PARTITIONS = 2
 
 @dataclass(frozen=True)
 class Source:
-    """A source table as a topic. ``columns``: name → Spark type (bigint or string). ``key``: the columns of its key."""
+    """A source table as a topic. ``columns``: name → Spark type (bigint or string). ``key``: the columns of its key.
+    ``envelope``: as Debezium sends rows; ``ordered``: with the place of each change in a PostgreSQL database's log too."""
 
     columns: Mapping[str, str]
     key: Sequence[str] = ("id",)
     envelope: bool = False
+    ordered: bool = False
 
     @property
     def schema(self) -> pa.Schema:
@@ -49,8 +55,11 @@ class Source:
         key = ", ".join(f"{name} {self.columns[name]}" for name in self.key)
         row = ", ".join(f"{name}: {kind}" for name, kind in self.columns.items())
         value = f"op string, before struct<{row}>, after struct<{row}>" if self.envelope else columns
+        value += f", {PLACE}" if self.ordered else ""
         return f"  - {{topic: {topic}, pool: Raw, format: json, key-schema: '{key}', value-schema: '{value}'}}\n"
 
+
+PLACE = "source struct<connector: string, name: string, snapshot: string, lsn: bigint, sequence: string>"
 
 SHOP = {
     "orders": Source({"id": "bigint", "customer": "bigint", "status": "string", "fee": "bigint"}, envelope=True),
@@ -58,6 +67,12 @@ SHOP = {
     "regions": Source({"id": "bigint", "label": "string"}),
     "lines": Source({"id": "bigint", "order_id": "bigint", "sku": "string", "qty": "bigint"}),
 }
+
+
+def ordered_shop() -> dict[str, Source]:
+    """The tables of SHOP, whose changes say their place in the source."""
+    return {name: replace(source, envelope=True, ordered=True) for name, source in SHOP.items()}
+
 
 VIEWS = """
   - name: documents
@@ -109,30 +124,51 @@ class Change:
     key: Mapping[str, Any]
     row: Mapping[str, Any] | None
 
-    def records(self, source: Source) -> list[Mapping[str, Any] | None]:
-        """The values of the change's records."""
+    def records(self, source: Source, place: int) -> list[Mapping[str, Any] | None]:
+        """The values of the change's records. ``place``: of the change among all changes."""
         if not source.envelope:
             return [None if self.row is None else {**self.key, **self.row}]
+        more: dict[str, Any] = {}
+        if source.ordered:
+            sequence = json.dumps([str(place), str(place + 1)])
+            at = {
+                "connector": "postgresql",
+                "name": "shop",
+                "snapshot": "false",
+                "lsn": place + 1,
+                "sequence": sequence,
+            }
+            more = {"source": at}
         if self.row is None:
-            return [{"op": "d", "before": dict.fromkeys(source.columns) | dict(self.key), "after": None}, None]
-        return [{"op": "u", "before": None, "after": {**self.key, **self.row}}]
+            before = dict.fromkeys(source.columns) | dict(self.key)
+            return [{"op": "d", "before": before, "after": None, **more}, None]
+        return [{"op": "u", "before": None, "after": {**self.key, **self.row}, **more}]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A record that was sent. ``place``: of its change among all changes."""
+
+    table: str
+    partition: int
+    offset: int
+    place: int
+    key: Any
+    value: Any
 
 
 @dataclass
 class World:
-    """The pipeline, what was sent, and the latest rows below what ETL has seen."""
+    """The pipeline, and what was sent. The model has the latest rows of the records that ETL has taken."""
 
     it: Mini
     prefix: str
     sources: Mapping[str, Source]
-    tables: dict[str, Table] = field(default_factory=dict[str, Table])
-    sent: list[tuple[str, Any, Any]] = field(default_factory=list[tuple[str, Any, Any]])
-    """(table, key, value) of the records that no ingest has taken."""
-    count: Counter[str] = field(default_factory=Counter[str])
-    """Table → the records that ETL has taken."""
-
-    def __post_init__(self) -> None:
-        self.tables = {name: Table(source.envelope) for name, source in self.sources.items()}
+    sent: list[Sent] = field(default_factory=list[Sent])
+    changes: int = 0
+    """Changes that were sent."""
+    ingested: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
+    """(table, partition) → the records that were ingested."""
 
     @property
     def outputs(self) -> list[str]:
@@ -144,31 +180,46 @@ class World:
     def send(self, changes: Iterable[Change]) -> None:
         """Produce the records of some changes. A key stays in one partition."""
         batches: dict[tuple[str, int], list[tuple[str, Any]]] = {}
+        next_offsets = Counter((each.table, each.partition) for each in self.sent)
         for change in changes:
             text = json.dumps(change.key)
-            for value in change.records(self.sources[change.table]):
-                self.sent.append((change.table, change.key, value))
-                place = change.table, zlib.crc32(text.encode()) % PARTITIONS
+            place = change.table, zlib.crc32(text.encode()) % PARTITIONS
+            for value in change.records(self.sources[change.table], self.changes):
+                self.sent.append(Sent(*place, next_offsets[place], self.changes, change.key, value))
+                next_offsets[place] += 1
                 batches.setdefault(place, []).append((text, value))
+            self.changes += 1
         for (table, partition), records in batches.items():
             self.it.send(self.topic(table), *records, partition=partition)
 
     def ingest(self, tables: Iterable[str] | None = None) -> None:
-        """Ingest some topics. The model has their records from now on, since ETL takes them all."""
-        new = {table for table, _, _ in self.sent}
-        taken = [table for table in (self.sources if tables is None else tables) if table in new]
-        if taken:
-            self.it.ingest(*map(self.topic, taken))
-        for table, key, value in self.sent:
-            if table in taken:
-                self.tables[table].apply(key, value)
-                self.count[table] += 1
-        self.sent = [each for each in self.sent if each[0] not in taken]
+        """Ingest some topics. The ends of all topics are read first where the topics share the order of their source."""
+        taken = list(self.sources if tables is None else tables)
+        topics = [self.topic(table) for table in taken]
+        if any(source.ordered for source in self.sources.values()):
+            list(ingest_all(self.it.pipeline, lambda: self.it.spark, topics))
+        elif topics:
+            self.it.ingest(*topics)
+        self.ingested |= Counter((each.table, each.partition) for each in self.sent if each.table in taken)
 
     def etl(self) -> None:
         """Batches until there is nothing to do: a long history has several."""
         while self.it.etl() is not None:
             pass
+
+    def seen(self) -> list[Sent]:
+        """The records that ETL has taken."""
+        if open_staging(self.it.lake, "Staging") is None:
+            return []
+        positions = self.it.head.inputs
+        ends = {place: position.seen for place, position in positions.items()}
+        return [each for each in self.sent if each.offset < ends.get((self.topic(each.table), each.partition), 0)]
+
+    @property
+    def used(self) -> set[str]:
+        """The tables that a view uses."""
+        topics = {topic for rule in self.it.pipeline.rules for topic in rule.topics}
+        return {table for table in self.sources if self.topic(table) in topics}
 
     def records(self, output: str) -> list[tuple[Any, Any]]:
         """The staged records of an output topic."""
@@ -184,20 +235,24 @@ class World:
             assert result.passed, result
         covered = exactly_once_done_coverage(self.it.pipeline, "Staging")
         assert covered.passed, covered
-        used = {topic for rule in self.it.pipeline.rules for topic in rule.topics}
-        for table, count in self.count.items():
-            if self.topic(table) in used:
-                assert self.it.classes(self.topic(table)) == {"done": count}, table
+        seen = self.seen()
+        for table, count in Counter(each.table for each in seen).items():
+            assert self.it.classes(self.topic(table)) == {"done": count}, table
+        if not any(source.ordered for source in self.sources.values()):
+            # Nothing holds a record back.
+            found = Counter((each.table, each.partition) for each in seen)
+            assert found == Counter({place: count for place, count in self.ingested.items() if place[0] in self.used})
 
     def expected(self, output: str) -> dict[str, Any]:
         """Key → value. The file declares the columns of each table: a table without a record has no rows."""
         rule = next(rule for rule in self.it.pipeline.rules if rule.out == output)
         assert rule.view is not None
         names = {table.alias: table.topic.rpartition(".")[2] for table in rule.view.tables}
+        tables = {name: Table(source.envelope) for name, source in self.sources.items()}
+        for each in self.seen():
+            tables[each.table].apply(each.key, each.value)
         schemas = {alias: self.sources[name].schema for alias, name in names.items()}
-        return Oracle(rule, schemas).result(
-            {alias: list(self.tables[name].rows.values()) for alias, name in names.items()}
-        )
+        return Oracle(rule, schemas).result({alias: list(tables[name].rows.values()) for alias, name in names.items()})
 
 
 def make_world(
@@ -222,7 +277,8 @@ def make_world(
         f"  - {{topic: {prefix}.view.{name}, pool: Staging, format: json, create: {{partitions: 1}}}}\n"
         for name in chosen
     )
-    text = f"inputs:\n{inputs}outputs:\n{outputs}transforms:\n{Template(rules).substitute(topics)}"
+    delay = "order-delay: 0.05\n" if any(source.ordered for source in sources.values()) else ""
+    text = f"{delay}inputs:\n{inputs}outputs:\n{outputs}transforms:\n{Template(rules).substitute(topics)}"
     pipeline = make_pipeline(services, folder, text)
     for topic in topics.values():
         create_topic(pipeline.kafka, topic, PARTITIONS, 1, {})
