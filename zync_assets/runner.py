@@ -10,13 +10,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 
 from zync_assets.conflicts import EVERYWHERE, Log, raise_first, retried
 from zync_assets.errors import (
     DataLoss,
     LakeError,
     LakeUnavailable,
+    SparkLost,
     ZyncError,
 )
 from zync_assets.etl.commit import commit_staging
@@ -27,7 +28,7 @@ from zync_assets.etl.rule_changes import refuse_moves, report_changes
 from zync_assets.etl.streams import may_be_ordered, unseen
 from zync_assets.etl.views.batch import check_definitions
 from zync_assets.ingest.commit import RawCommit, commit_raw
-from zync_assets.ingest.plan import RawBatch, plan_ingest, read_input
+from zync_assets.ingest.plan import RawBatch, plan_ingest, read_input, small_inputs
 from zync_assets.kafka.topics import Survey, TopicState, survey
 from zync_assets.lake import raw, staging
 from zync_assets.lake.head import Head
@@ -38,9 +39,10 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline
 from zync_assets.publish.commit import PublishCommit, publish
-from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging
+from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging, small_outputs
 from zync_assets.quarantine.replay import ReplayCommit, ReplayPlan, commit_drop, commit_replay, plan_drop, plan_replay
 from zync_assets.spark.session import Session
+from zync_assets.spark.tasks import MANY, side_by_side
 
 Progress = Callable[[str, int, int], None]
 """A function that receives the name of the present work, the finished amount, and the total (records or offsets)."""
@@ -88,9 +90,26 @@ def _ingest_to(
 ) -> Iterator[RawCommit]:
     """Ingest each topic up to its known end. Errors of topics are added to ``troubles``."""
     troubles += [error for topic, error in known.errors.items() if topic in topics]
-    for topic in topics:
-        if topic in known.problems:
-            continue
+    topics = [topic for topic in topics if topic not in known.problems]
+    once = cache(session)
+    small, rest, errors = small_inputs(pipeline, once, topics, known.states)
+    troubles += errors
+    works = [partial(ingest_once, pipeline, once, topic, known.states, first=first) for topic, first in small.items()]
+    together = side_by_side(once(), works) if works else iter(())
+    for topic, future in zip(small, together, strict=False):
+        try:
+            made, lag = future.result()
+            if made is not None:
+                progress(f"ingest {topic}", sum(part.end - part.first for part in made.ranges), lag)
+                yield made
+        except SparkLost:
+            # Perhaps another topic ended Spark's worker: this one is done again, alone.
+            rest.append(topic)
+        except EVERYWHERE:
+            raise
+        except ZyncError as error:
+            troubles.append(error)
+    for topic in rest:
         total = done = 0
         try:
             while True:
@@ -340,11 +359,30 @@ def publish_all(
     A topic's error does not stop the other topics: the error is raised at the end. ``patience``: seconds to wait for a
     partition's leader; default: as long as for a broker.
     """
-    known = {} if patience is None else survey(pipeline.kafka, topics, patience=patience).errors
-    troubles: list[ZyncError] = list(known.values())
-    for topic in topics:
-        if topic in known:
-            continue
+    once = cache(session)
+    if len(topics) < MANY:
+        known = {} if patience is None else survey(pipeline.kafka, topics, patience=patience).errors
+        small, rest = dict[str, OutputBatch](), [topic for topic in topics if topic not in known]
+        troubles: list[ZyncError] = list(known.values())
+    else:
+        small, rest, troubles = small_outputs(pipeline, once, topics, patience)
+    works = [
+        partial(publish_once, pipeline, partial(read_output, pipeline, once, topic), first=first)
+        for topic, first in small.items()
+    ]
+    together = side_by_side(once(), works) if works else iter(())
+    for topic, future in zip(small, together, strict=False):
+        try:
+            if (made := future.result()) is not None:
+                progress(f"publish {topic}", made.records, made.records)
+                yield made
+        except SparkLost:
+            rest.append(topic)
+        except EVERYWHERE:
+            raise
+        except ZyncError as error:
+            troubles.append(error)
+    for topic in rest:
         try:
             shown = partial(progress, f"publish {topic}")
             made = publish_once(pipeline, partial(read_output, pipeline, session, topic), shown)

@@ -28,7 +28,7 @@ from zync_assets.lake.check_results import Block
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, key_of, keys_over
 from zync_assets.pipeline import Pipeline, pool_path, topic_path
-from zync_assets.publish.plan import PublishPlan, plan_publish
+from zync_assets.publish.plan import PublishPlan, plan_publish, read_output_ends
 from zync_assets.runner import keep_ends
 from zync_assets.sinks.plan import SinkPlan, plan_sink
 
@@ -153,9 +153,10 @@ def _gather(pipeline: Pipeline) -> Facts:
     keep_ends(Snapshot(pipeline, {topic: plan.state for topic, plan in ingest.items()}), topic_survey, start, end)
     for pool in pipeline.staging_pools:
         put(etl, pool, pool, lambda pool=pool: plan_etl(pipeline, pool))
-    for item in pipeline.outputs:
-        if item.topic not in leader_errors:
-            put(publish, item.topic, topic_path(item.topic), lambda topic=item.topic: plan_publish(pipeline, topic))
+    outputs = [item.topic for item in pipeline.outputs if item.topic not in leader_errors]
+    ends = read_output_ends(pipeline, outputs, LEADER_SECONDS)
+    for topic in outputs:
+        put(publish, topic, topic_path(topic), lambda topic=topic: plan_publish(pipeline, topic, ends))
     sinks: dict[str, SinkPlan] = {}
     for sink in pipeline.sinks:
         for table in sink.tables:

@@ -245,11 +245,13 @@ def refuse_unsound(snapshot: Snapshot, topic: str, *, whole: bool = False, outco
         return
 
     check_state = snapshot.check_state(pool)
-    account = backlog(check_state, coverage_look(snapshot, pool, state))
+    is_known = (COVERAGE, pool) in snapshot.passed
+    account = {} if is_known else backlog(check_state, coverage_look(snapshot, pool, state))
     numbering = backlog(check_state, numbering_look(snapshot, topic, state))
     if whole or account:
         check = partial(exactly_once_done_coverage, pipeline, pool, None if whole else account, snapshot)
         require_pass(snapshot, pool, check, outcome, soon=not whole)
+    snapshot.passed.add((COVERAGE, pool))
     if whole or account or numbering:
         parts = None if whole else numbering.get(topic, [])
         check = partial(contiguous_output_offsets, pipeline, topic, parts, snapshot)

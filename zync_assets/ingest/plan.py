@@ -15,7 +15,8 @@ import pyarrow as pa
 
 from zync_assets.audit.guard import check_before_ingest
 from zync_assets.codecs.spark_types import spark_schema
-from zync_assets.errors import DataLoss, TopicMissing, TopicRecreated
+from zync_assets.conflicts import EVERYWHERE
+from zync_assets.errors import DataLoss, TopicMissing, TopicRecreated, ZyncError
 from zync_assets.ingest import source
 from zync_assets.ingest.files import RangeReading, decoded_types
 from zync_assets.ingest.shape import looks_at_time, shaped_records
@@ -27,7 +28,7 @@ from zync_assets.lake.raw_files import raw_schema
 from zync_assets.offsets import LEAST, OffsetRange, new_ranges, shares
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.spark.session import Session, lazy_session
-from zync_assets.spark.tasks import indexes, slots, task_frame
+from zync_assets.spark.tasks import MANY, SMALL_OFFSETS, indexes, slots, task_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -146,6 +147,35 @@ def plan_ingest(
     if ranges:
         check_before_ingest(pipeline, item, state)
     return IngestPlan(item, topic_state, state, tuple(_within_limit(ranges, limit)), first, losses, lag)
+
+
+def small_inputs(
+    pipeline: Pipeline, session: Session, topics: Sequence[str], states: Mapping[str, TopicState]
+) -> tuple[dict[str, RawBatch], list[str], list[ZyncError]]:
+    """The topics that one small batch each brings to their known ends, with these batches; the other topics that have something
+    new, or may have; and errors of topics. ``states``: as ``topic_states`` of ``plan_ingest``.
+
+    None is small if there are few. A topic with a shape is not, since Spark SQL stands between its tasks.
+    """
+    batches: dict[str, RawBatch] = {}
+    rest, troubles = list[str](), list[ZyncError]()
+    if len(topics) < MANY:
+        return batches, list(topics), troubles
+    for topic in topics:
+        try:
+            batch = read_input(session, pipeline, plan_ingest(pipeline, topic, topic_states=states))
+        except EVERYWHERE:
+            raise
+        except ZyncError as error:
+            troubles.append(error)
+            continue
+        plan = batch.plan
+        whole = sum(part.end - part.first for part in plan.ranges) == plan.lag
+        if not whole or plan.lag > SMALL_OFFSETS or plan.input.shape is not None:
+            rest.append(topic)
+        elif not plan.nothing_to_do:
+            batches[topic] = batch
+    return (batches, rest, troubles) if len(batches) >= MANY else ({}, [*batches, *rest], troubles)
 
 
 def read_input(spark: SparkSession | Session, pipeline: Pipeline, plan: IngestPlan) -> RawBatch:

@@ -239,6 +239,19 @@ def high_watermarks(kafka: Mapping[str, str], topic: str, partitions: Iterable[i
     return {partition: offsets[topic, partition] for _, partition in places}
 
 
+def known_watermarks(kafka: Mapping[str, str], partitions: Mapping[str, Iterable[int]]) -> dict[str, dict[int, int]]:
+    """Topic → partition → its high watermark, of existing topics. No entry for a topic of which the brokers do not tell all at
+    once. One request a broker, however many topics there are."""
+    places = [(topic, partition) for topic, numbers in partitions.items() for partition in numbers]
+    ask = Question(kafka, f"asking for the high watermarks of {_topic_list(list(partitions))}", WAIT)
+    answers = ask.each(ask.offsets(places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED))
+    offsets = {place: offset for place, offset in answers if isinstance(offset, int)}
+    highs: dict[str, dict[int, int]] = {}
+    for (topic, partition), offset in offsets.items():
+        highs.setdefault(topic, {})[partition] = offset
+    return {topic: found for topic, found in highs.items() if len(found) == len(list(partitions[topic]))}
+
+
 def create_topic(
     kafka: Mapping[str, str],
     topic: str,

@@ -17,10 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
+from threading import Lock
 
 import pyarrow as pa
 
-from zync_assets.errors import LakeError
+from zync_assets.errors import CommitConflict, LakeError
 from zync_assets.lake import storage, tables
 from zync_assets.lake.log import LakeTable
 
@@ -60,7 +61,17 @@ class PublishState:
 
 def open_publish_state(lake: str, pool: str, topic: str, partition: int = 0) -> PublishState:
     """How far an output partition has been published; all None where nothing was."""
-    return publish_state(tables.open_table(storage.publish_uri(lake, pool)), topic, partition)
+    return publish_state(open_published(lake, pool), topic, partition)
+
+
+def open_published(lake: str, pool: str) -> LakeTable | None:
+    """The table with the progress of a pool's publish; None where nothing was published.
+
+    Many threads ask at the same time. Each would read the log for itself, and so one after the other asks.
+    """
+    uri = storage.publish_uri(lake, pool)
+    with _opening.setdefault(uri, Lock()):
+        return tables.open_table(uri)
 
 
 def publish_state(table: LakeTable | None, topic: str, partition: int = 0) -> PublishState:
@@ -165,9 +176,97 @@ def commit_publish_states(
     if table is None:
         tables.create_table(storage.publish_uri(lake, pool), _SCHEMA, f"What is published of {pool}", [], numbers)
     else:
-        tables.commit(table, [], numbers)
-    opened = tables.open_table(storage.publish_uri(lake, pool))
+        _commit_together(table, numbers)
+    opened = open_published(lake, pool)
     return {item.partition: publish_state(opened, topic, item.partition) for item in before}
+
+
+@dataclass
+class _Entry:
+    """Numbers to commit, on the table as a publisher opened it. ``error``: why that was not possible."""
+
+    table: LakeTable
+    numbers: Mapping[str, int]
+    is_done: bool = False
+    error: Exception | None = None
+
+
+class _Commits:
+    """The commits of this process's threads on one table. What comes while a commit is under way goes into the next one."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self._queue_lock = Lock()
+        self._queue: list[_Entry] = []
+        self._own: dict[int, frozenset[str]] = {}
+        """Version → the numbers that this process set with it."""
+
+    def add(self, entry: _Entry) -> None:
+        with self._queue_lock:
+            self._queue.append(entry)
+
+    def commit_queue(self) -> None:
+        """Commit all that waits. The caller holds ``lock``."""
+        with self._queue_lock:
+            entries, self._queue = self._queue, []
+        newest = tables.open_table(entries[0].table.uri)
+        together: list[_Entry] = []
+        numbers: dict[str, int] = {}
+        for entry in entries:
+            if newest is not None and self._is_untouched(entry, newest) and numbers.keys().isdisjoint(entry.numbers):
+                together.append(entry)
+                numbers |= entry.numbers
+        if newest is not None and len(together) > 1:
+            self._commit(newest, numbers, together)
+        for entry in entries:
+            if not entry.is_done:
+                self._commit(entry.table, entry.numbers, [entry])
+
+    def _is_untouched(self, entry: _Entry, newest: LakeTable) -> bool:
+        """Whether every commit since the entry's table was opened is known to set other numbers than the entry's: a commit on
+        the newest table then conflicts with nothing that a commit on the entry's table would not conflict with."""
+        if entry.table.metadata.id != newest.metadata.id:
+            return False
+        later = [self._own.get(version) for version in range(entry.table.version + 1, newest.version + 1)]
+        return all(names is not None and names.isdisjoint(entry.numbers) for names in later)
+
+    def _commit(self, table: LakeTable, numbers: Mapping[str, int], entries: Sequence[_Entry]) -> None:
+        """One commit. Where several entries have a conflict, each is left to be committed alone."""
+        try:
+            tables.commit(table, [], numbers)
+        except CommitConflict as error:
+            if len(entries) == 1:
+                entries[0].is_done, entries[0].error = True, error
+            return
+        except Exception as error:
+            for entry in entries:
+                entry.is_done, entry.error = True, error
+            return
+        for entry in entries:
+            entry.is_done = True
+        newest = tables.open_table(table.uri)
+        if newest is not None and newest.version == table.version + 1:
+            self._own[newest.version] = frozenset(numbers)
+            self._own.pop(newest.version - _OWN_VERSIONS, None)
+
+
+_OWN_VERSIONS = 1000
+"""Versions of a table of which a process knows what it set."""
+_commits: dict[tuple[str, str], _Commits] = {}
+"""(place, id) of a table → its commits."""
+_opening: dict[str, Lock] = {}
+"""Place of a table → held while it is opened."""
+
+
+def _commit_together(table: LakeTable, numbers: Mapping[str, int]) -> None:
+    """``tables.commit`` of numbers. Threads that come while a commit is under way share the next one."""
+    commits, entry = _commits.setdefault((table.uri, str(table.metadata.id)), _Commits()), _Entry(table, numbers)
+    commits.add(entry)
+    with commits.lock:
+        if not entry.is_done:
+            commits.commit_queue()
+    if entry.error is not None:
+        raise entry.error
 
 
 def _schema_number(topic: str, schema: WrittenSchema) -> str:

@@ -31,6 +31,8 @@ class Snapshot:
     def __init__(self, pipeline: Pipeline, raw_states: Mapping[str, RawState | None] | None = None) -> None:
         """``raw_states``: input topic → its raw table, of the tables that the step has opened already."""
         self.pipeline = pipeline
+        self.passed: set[tuple[str, str]] = set()
+        """(what, staging pool) of looks that found nothing wrong with these tables, and need not look again."""
         self._states: dict[Hashable, Any] = {("raw", topic): state for topic, state in (raw_states or {}).items()}
 
     def raw(self, topic: str) -> RawState | None:

@@ -34,7 +34,13 @@ from zync_assets.kafka.topics import (
 from zync_assets.kafka.writers import Writers
 from zync_assets.lake import compaction, storage, tables
 from zync_assets.lake.head import OutputPosition
-from zync_assets.lake.publication import PublishState, WrittenSchema, commit_publish_states, publish_state
+from zync_assets.lake.publication import (
+    PublishState,
+    WrittenSchema,
+    commit_publish_states,
+    open_published,
+    publish_state,
+)
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
@@ -99,7 +105,7 @@ class OutputTopic:
         return self.outputs.topic
 
     def publish_states(self) -> PublishStates:
-        opened = tables.open_table(storage.publish_uri(self.lake, self.pool))
+        opened = open_published(self.lake, self.pool)
         return {partition: publish_state(opened, self.topic, partition) for partition in self.partitions}
 
     def commit(

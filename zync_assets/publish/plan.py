@@ -6,13 +6,22 @@ read_staging   the lazy batch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from zync_assets.audit.guard import check_begins
-from zync_assets.errors import ForeignRecord, KafkaError, PartitionsChanged, TopicMissing, TopicRecreated
-from zync_assets.kafka.topics import TopicState, high_watermarks, topic_states
+from zync_assets.audit.guard import check_begins, refuse_unsound
+from zync_assets.conflicts import EVERYWHERE
+from zync_assets.errors import (
+    CheckFailed,
+    ForeignRecord,
+    KafkaError,
+    PartitionsChanged,
+    TopicMissing,
+    TopicRecreated,
+    ZyncError,
+)
+from zync_assets.kafka.topics import TopicState, high_watermarks, known_watermarks, survey, topic_states
 from zync_assets.lake import staging
 from zync_assets.lake.head import OutputPosition
 from zync_assets.lake.publication import PublishState, rollback_error
@@ -22,9 +31,13 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.spark import frames
 from zync_assets.spark.session import Session, lazy_session
+from zync_assets.spark.tasks import MANY, SMALL_OFFSETS
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+PATIENCE = 1.0
+"""Seconds that a look at many topics waits for a partition's leader."""
 
 
 @dataclass(frozen=True)
@@ -144,25 +157,57 @@ class OutputBatch:
         return frames.output_frame(self.spark, self.plan.state, self.topic, self.plan.ranges)
 
 
-def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
-    """The publish plan of a topic. Raises TopicMissing, TopicRecreated, PartitionsChanged or ForeignRecord if the topic's state
-    shows it."""
-    item, snapshot = pipeline.output(topic), Snapshot(pipeline)
+@dataclass(frozen=True)
+class OutputEnds:
+    """Output topics as one look found them. ``snapshot``: has the tables of publish as they were before the look; ``states``: the
+    topics that exist; ``highs``: topic → its high watermarks, no entry for a topic of which the look did not tell all;
+    ``errors``: topic → its problem, or the error of its first partition without a leader."""
+
+    snapshot: Snapshot
+    states: Mapping[str, TopicState]
+    highs: Mapping[str, Mapping[int, int]]
+    errors: Mapping[str, KafkaError]
+
+
+def read_output_ends(pipeline: Pipeline, topics: Sequence[str], patience: float | None = None) -> OutputEnds:
+    """Look at many output topics with four requests a broker. ``patience``: seconds to wait for a partition's leader, by default
+    PATIENCE. Raises BrokerUnavailable and TrustError."""
+    snapshot = Snapshot(pipeline)
+    for topic in topics:
+        snapshot.publish_state(pipeline.output(topic).pool, topic)
+    found = survey(pipeline.kafka, topics, patience=PATIENCE if patience is None else patience)
+    whole = {topic: state for topic, state in found.states.items() if not state.away}
+    highs = known_watermarks(pipeline.kafka, {topic: partition_numbers(state) for topic, state in whole.items()})
+    absent = {topic: {} for topic in topics if topic not in found.states and topic not in found.problems}
+    return OutputEnds(snapshot, whole, {**highs, **absent}, found.errors)
+
+
+def plan_publish(pipeline: Pipeline, topic: str, ends: OutputEnds | None = None) -> PublishPlan:
+    """The publish plan of a topic. ``ends``: an earlier look at the topic, in place of a look at it alone.
+
+    Raises TopicMissing, TopicRecreated, PartitionsChanged or ForeignRecord if the topic's state shows it.
+    """
+    item, known = pipeline.output(topic), ends if ends is not None and topic in ends.highs else None
+    snapshot = known.snapshot if known else Snapshot(pipeline)
     # Each before the one that it is made from: another publisher may be at work, and must not look like damage.
     publish_state, verified = snapshot.publish_state(item.pool, topic), snapshot.verified_parts(item.pool, topic)
-    topic_state = topic_states(pipeline.kafka, [topic]).get(topic)
-    highs = high_watermarks(pipeline.kafka, topic, partition_numbers(topic_state)) if topic_state else {}
+    if known is not None:
+        topic_state, highs = known.states.get(topic), known.highs[topic]
+    else:
+        topic_state = topic_states(pipeline.kafka, [topic]).get(topic)
+        highs = high_watermarks(pipeline.kafka, topic, partition_numbers(topic_state)) if topic_state else {}
     state = snapshot.staging(item.pool)
     positions = state.head.positions(topic) if state else {}
     recreate = pipeline.command("to-kafka", "--recreate", topic)
-    ends = state.head.output_ends(topic) if state else {}
-    loss = rollback_error(item.pool, topic, verified, ends, recreate)
+    staged_ends = state.head.output_ends(topic) if state else {}
+    loss = rollback_error(item.pool, topic, verified, staged_ends, recreate)
     if loss is not None:
         raise loss
     if state is None:
         check_begins(pipeline, item.pool)
-    else:
+    elif ("files", item.pool) not in snapshot.passed:
         staging.check_whole(state)
+        snapshot.passed.add(("files", item.pool))
     if topic_state is None and positions:
         if publish_state.has_topic() or positions[0].topic_id is not None:
             raise TopicMissing(
@@ -184,6 +229,44 @@ def plan_publish(pipeline: Pipeline, topic: str) -> PublishPlan:
     for part in parts:
         _check_watermark(topic, part, recreate)
     return PublishPlan(item, snapshot, topic_state, parts)
+
+
+def small_outputs(
+    pipeline: Pipeline, session: Session, topics: Sequence[str], patience: float | None
+) -> tuple[dict[str, OutputBatch], list[str], list[ZyncError]]:
+    """The output topics that lack few records, with these; the others that have something to publish, or may have; and errors of
+    topics. None is small if there are few. ``patience``: seconds to wait for a partition's leader, and the topic's error is
+    among the errors then; None: such a topic is one of the others.
+
+    The checks of the small topics have passed. The batches share what was looked at.
+    """
+    ends = read_output_ends(pipeline, topics, patience)
+    batches: dict[str, OutputBatch] = {}
+    rest, troubles = list[str](), list[ZyncError]()
+    for topic in topics:
+        if patience is not None and topic in ends.errors:
+            troubles.append(ends.errors[topic])
+            continue
+        if topic not in ends.highs:
+            rest.append(topic)
+            continue
+        try:
+            plan = plan_publish(pipeline, topic, ends)
+            if plan.nothing_to_do:
+                continue
+            if plan.lag <= SMALL_OFFSETS:
+                refuse_unsound(ends.snapshot, topic)
+                batches[topic] = read_staging(session, pipeline, plan)
+            else:
+                rest.append(topic)
+        except EVERYWHERE:
+            raise
+        except CheckFailed:
+            # Each topic looks at a failed check again, which is no work for many threads.
+            rest.append(topic)
+        except ZyncError as error:
+            troubles.append(error)
+    return (batches, rest, troubles) if len(batches) >= MANY else ({}, [*batches, *rest], troubles)
 
 
 def partition_numbers(state: TopicState) -> list[int]:

@@ -1,6 +1,9 @@
 """Python functions as Spark tasks, one task an index, and the settings of a session for one piece of work.
 
 The results and errors of the tasks come back whole.
+
+A Spark job of a few records costs a tenth of a second, whatever it does. ``side_by_side`` therefore runs the steps of many small
+topics at the same time, each in a thread, and the tasks that they ask for meanwhile share a job.
 """
 
 from __future__ import annotations
@@ -8,16 +11,20 @@ from __future__ import annotations
 import gc
 import pickle
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, TypeVar
+from threading import Condition, local
+from typing import TYPE_CHECKING, Any, TypeVar
 from zipimport import zipimporter
 
 import pyarrow as pa
 
-from zync_assets.errors import ZyncError
+from zync_assets.errors import SetupError, SparkLost, ZyncError
 from zync_assets.lake import tables
 from zync_assets.spark.failures import spark_failures
 
@@ -84,8 +91,11 @@ _module_count = 0
 def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list[T]:
     """``work(index)`` for each index below ``count``, each in a Spark task of its own; their results, by index.
 
-    Errors are as ``frame_results`` has them.
+    Errors are as ``frame_results`` has them. Within ``side_by_side`` the tasks share a Spark job, and several may share a task.
     """
+    shared: _SharedJobs | None = getattr(_thread, "jobs", None)
+    if shared is not None and count:
+        return shared.results(count, work)
 
     def numbered(batches: Iterator[pa.RecordBatch]) -> list[tuple[int, T]]:
         return [(index, work(index)) for batch in batches for index in batch.column(0).to_pylist()]
@@ -94,6 +104,149 @@ def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list
         return []
     parts = frame_results(task_frame(spark, count), numbered, _task_failure)
     return [result for _, result in sorted(chain.from_iterable(parts), key=itemgetter(0))]
+
+
+MANY = 4
+"""Small topics from which on a step works on them side by side. Of fewer, each topic's own Spark job costs little."""
+SMALL_OFFSETS = 20_000
+"""The most new offsets of a small topic. A Spark task holds records of _TASK_THREADS topics in memory."""
+THREADS = 64
+"""Works that ``side_by_side`` has under way at once. Most of them wait for the same Spark job."""
+_TASK_THREADS = 8
+"""Works of one Spark task at a time. Most of the time a small work waits for the broker."""
+_GATHERING_SECONDS = 0.1
+"""How long a work waits at the most for others to join its Spark job, while no other job runs."""
+_thread = local()
+"""``jobs``: the shared jobs of the thread's work."""
+
+
+def side_by_side(spark: SparkSession, works: Sequence[Callable[[], T]]) -> Iterator[Future[T]]:
+    """Run ``works`` at the same time, each in a thread; what became of them, in their order, each once it has ended.
+
+    Their calls of ``run_tasks`` share Spark jobs, which the calling thread runs. The failure of a whole job, such as the end of a
+    worker process, is a SparkLost for every work that has tasks in it: it may pass when the work runs alone. Where the caller
+    stops, or is interrupted, a work that waits for its tasks ends, and this waits for the others up to their next ``run_tasks``.
+    """
+    shared = _SharedJobs(len(works))
+
+    def run(work: Callable[[], T]) -> T:
+        _thread.jobs = shared
+        try:
+            return work()
+        finally:
+            _thread.jobs = None
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        try:
+            futures = [threads.submit(run, work) for work in works]
+            for future in futures:
+                future.add_done_callback(shared.leave)
+            tasks = slots(spark)
+            for future in futures:
+                while not future.done():
+                    if requests := shared.take(future):
+                        _run_shared(spark, tasks, requests)
+                yield future
+        finally:
+            shared.stop()
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A call of ``run_tasks`` that waits for a shared job."""
+
+    count: int
+    work: Callable[[int], Any]
+    results: Future[list[Any]] = field(default_factory=Future)
+
+
+class _SharedJobs:
+    """The calls of ``run_tasks`` that wait for their Spark job, for one ``side_by_side``."""
+
+    def __init__(self, works: int) -> None:
+        self._changed = Condition()
+        self._requests: list[_Request] = []
+        self._works = works
+        self._is_stopped = False
+
+    def results(self, count: int, work: Callable[[int], T]) -> list[T]:
+        """Called by a work: the results of its tasks. CancelledError where the caller has stopped."""
+        request = _Request(count, work)
+        with self._changed:
+            if self._is_stopped:
+                raise CancelledError
+            self._requests.append(request)
+            self._changed.notify_all()
+        return request.results.result()
+
+    def leave(self, _: Future[Any]) -> None:
+        """A work has ended."""
+        with self._changed:
+            self._works -= 1
+            self._changed.notify_all()
+
+    def take(self, future: Future[Any]) -> list[_Request]:
+        """The requests of the next job, once all works under way wait for it, or the first has waited long enough. There
+        may be none once ``future`` has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._requests or future.done())
+            until = time.monotonic() + _GATHERING_SECONDS
+            while len(self._requests) < min(self._works, THREADS) and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            taken, self._requests = self._requests, []
+            return taken
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            for request in self._requests:
+                request.results.set_exception(CancelledError())
+            self._requests = []
+
+
+def _run_shared(spark: SparkSession, tasks: int, requests: Sequence[_Request]) -> None:
+    """Run the tasks of some requests in one Spark job of ``tasks`` tasks at the most, and answer the requests."""
+    works = [request.work for request in requests]
+    items = [(at, index) for at, request in enumerate(requests) for index in range(request.count)]
+    count = min(tasks, len(items))
+
+    def several(batches: Iterator[pa.RecordBatch]) -> list[tuple[int, object]]:
+        mine = [
+            at for batch in batches for task in batch.column(0).to_pylist() for at in range(task, len(items), count)
+        ]
+        with ThreadPoolExecutor(_TASK_THREADS) as threads:
+            return list(
+                zip(mine, threads.map(lambda at: _outcome(works[items[at][0]], items[at][1]), mine), strict=True)
+            )
+
+    try:
+        found = dict(chain.from_iterable(frame_results(task_frame(spark, count), several, _task_failure)))
+    except BaseException as error:
+        lost = SparkLost(str(error)) if len(requests) > 1 and not isinstance(error, SetupError) else error
+        for request in requests:
+            request.results.set_exception(lost if isinstance(error, ZyncError) else CancelledError())
+        if not isinstance(error, ZyncError):
+            raise
+        return
+    for at, request in enumerate(requests):
+        results = [found[number] for number, (of, _) in enumerate(items) if of == at]
+        errors = [result for result in results if isinstance(result, ZyncError)]
+        if errors:
+            request.results.set_exception(errors[0])
+        else:
+            request.results.set_result(results)
+
+
+def _outcome(work: Callable[[int], object], index: int) -> object:
+    """What a work returns, or the error that it raises. An error that is no ZyncError fails the works beside it no more than
+    another task's would."""
+    try:
+        return work(index)
+    except ZyncError as error:
+        return error
+    except Exception as error:
+        return _task_failure(f"{type(error).__name__}: {error}")
 
 
 def frame_results(

@@ -1,15 +1,23 @@
-"""Spark tasks: how many there may be at one time, and that a worker process knows nothing of the command before."""
+"""Spark tasks: how many there may be at one time, that a worker process knows nothing of the command before, and that the tasks
+of many works share a job."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+from concurrent.futures import CancelledError
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pytest
 
+from zync_assets.errors import SparkLost, ZyncError
 from zync_assets.lake import tables
-from zync_assets.spark.tasks import run_tasks, slots
+from zync_assets.spark import tasks
+from zync_assets.spark.tasks import run_tasks, side_by_side, slots
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -48,3 +56,58 @@ def test_a_task_takes_a_table_that_was_made_again_as_it_is(spark: SparkSession, 
     tables.forget(uri)
     make()
     assert run_tasks(spark, 4, version) == [0] * 4
+
+
+def tens(spark: SparkSession, number: int) -> list[int]:
+    return run_tasks(spark, number % 3, lambda index: 10 * number + index)
+
+
+def test_works_side_by_side_share_a_job(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[int] = []
+    run = tasks.frame_results
+    monkeypatch.setattr(tasks, "frame_results", lambda *args: jobs.append(1) or run(*args))
+    found = [future.result() for future in side_by_side(spark, [partial(tens, spark, number) for number in range(12)])]
+    assert found == [[10 * number + index for index in range(number % 3)] for number in range(12)]
+    assert len(jobs) <= 2
+
+
+def test_the_error_of_a_work_is_its_own(spark: SparkSession) -> None:
+    def work(number: int) -> list[int]:
+        def task(index: int) -> int:
+            if number == 1:
+                raise ZyncError("work 1 has no luck")
+            return index // (number - 2)
+
+        return run_tasks(spark, 2, task)
+
+    found = list(side_by_side(spark, [partial(work, number) for number in range(4)]))
+    assert [found[number].result() for number in (0, 3)] == [[0, -1], [0, 1]]
+    assert str(found[1].exception()) == "work 1 has no luck"
+    assert "ZeroDivisionError" in str(found[2].exception())
+
+
+def test_a_worker_that_ends_fails_each_work_of_its_job(spark: SparkSession) -> None:
+    def work(number: int) -> list[int]:
+        return run_tasks(spark, 1, lambda index: os.kill(os.getpid(), signal.SIGKILL) if number else index)
+
+    found = list(side_by_side(spark, [partial(work, number) for number in range(2)]))
+    assert [type(future.exception()) for future in found] == [SparkLost, SparkLost]
+    assert run_tasks(spark, 1, lambda index: index) == [0]
+
+
+def test_a_caller_that_stops_ends_what_waits(spark: SparkSession) -> None:
+    ends: list[str] = []
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(number + 1):
+                run_tasks(spark, 1, lambda index: index)
+            ends.append("done")
+        except CancelledError:
+            ends.append("stopped")
+            raise
+
+    running = side_by_side(spark, [partial(work, number) for number in (0, 500)])
+    next(running).result()
+    running.close()  # type: ignore[attr-defined]
+    assert ends == ["done", "stopped"]
