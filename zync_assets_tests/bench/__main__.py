@@ -17,10 +17,11 @@ from zync_assets_tests.bench.history import measure_history
 from zync_assets_tests.bench.idle import measure_idle
 from zync_assets_tests.bench.increments import measure_commits, measure_events, measure_increment
 from zync_assets_tests.bench.ingest import measure_ingest
-from zync_assets_tests.bench.latency import measure_latency
+from zync_assets_tests.bench.latency import measure_latency, measure_topics
 from zync_assets_tests.bench.memory import measure_memory
 from zync_assets_tests.bench.publish import measure_publish
 from zync_assets_tests.bench.rounds import Rounds, say
+from zync_assets_tests.bench.sensor import measure_sensor
 from zync_assets_tests.bench.shell import measure_shell
 from zync_assets_tests.bench.sink_latency import measure_sink_latency
 from zync_assets_tests.bench.sinks import measure_sink_memory, measure_sinks
@@ -37,6 +38,8 @@ STEPS: dict[str, Callable[[World], Iterator[dict[str, object]]]] = {
     "events": measure_events,
     "idle": measure_idle,
     "latency": measure_latency,
+    "topics": measure_topics,
+    "sensor": measure_sensor,
     "commits": measure_commits,
     "memory": measure_memory,
     "warm": measure_warm,

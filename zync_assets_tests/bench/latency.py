@@ -6,7 +6,7 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -29,33 +29,64 @@ LIMIT = 300
 """Seconds after which what has not arrived is taken for lost."""
 TAIL_LINES = 10
 
-REST = """
-inputs:
-  - {{topic: {topic}, pool: Raw, key-format: string, value-format: json, schema: "id bigint, sent bigint"}}
-outputs:
-  - {{topic: {topic}-out, pool: Staging, key-format: string, value-format: json, create: {{replication-factor: 1}}}}
-transforms:
-  - {{name: all, type: stateless, in: {topic}, out: {topic}-out, key: in.key, value: in.value}}
-"""
+TOPICS, PARTITIONS = 12, 3
+"""Topics of step ``topics`` at scale 1, and the partitions of each. The goal is for 200 topics."""
+
+
+def copies(topics: Sequence[str], partitions: int = 1) -> str:
+    """Inputs, outputs and transforms of a pipeline that copies topics."""
+    form = "key-format: string, value-format: json"
+    create = f"create: {{replication-factor: 1, partitions: {partitions}}}"
+    lines = ["inputs:"]
+    lines += [f'  - {{topic: {topic}, pool: Raw, {form}, schema: "id bigint, sent bigint"}}' for topic in topics]
+    lines += ["outputs:", *(f"  - {{topic: {topic}-out, pool: Staging, {form}, {create}}}" for topic in topics)]
+    lines += ["transforms:"]
+    for number, topic in enumerate(topics):
+        out = f"in: {topic}, out: {topic}-out, key: in.key, value: in.value"
+        lines.append(f"  - {{name: copy{number}, type: stateless, {out}}}")
+    return "\n".join([*lines, ""])
 
 
 def measure_latency(world: World) -> Iterator[dict[str, object]]:
     """A thousand changes a second for a minute."""
     topic = f"bench-latency-{int(time.time())}"
-    pipeline = world.pipeline("latency", REST.format(topic=topic))
+    pipeline = world.pipeline("latency", copies([topic]))
     world.empty(pipeline)
     create_topic(pipeline.kafka, topic, 1, 1, {})
     say("latency: starting zync run")
-    found = under_load(world, "latency", topic, partial(_received, world.services.bootstrap_servers, f"{topic}-out"))
+    receive = partial(_received, world.services.bootstrap_servers, [f"{topic}-out"])
+    found = under_load(world, "latency", [topic], receive)
     middle, late = middle_and_late(found)
     yield time_row("latency", f"{RATE:,}/s, median", [middle], None, "≤ 1.5 s")
     yield time_row("latency", f"{RATE:,}/s, 99th percentile", [late], None, "≤ 4 s")
 
 
+def measure_topics(world: World) -> Iterator[dict[str, object]]:
+    """A thousand changes a second, spread over many topics, beside as many in one topic."""
+    found: dict[int, tuple[float, float]] = {}
+    many = max(2, round(TOPICS * world.scale))
+    for count in (1, many):
+        topics = [f"bench-topics-{count}-{int(time.time())}-{number}" for number in range(count)]
+        pipeline = world.pipeline("topics", copies(topics, PARTITIONS))
+        world.empty(pipeline)
+        for topic in topics:
+            create_topic(pipeline.kafka, topic, PARTITIONS, 1, {})
+        say(f"topics: starting zync run with {count}")
+        receive = partial(_received, world.services.bootstrap_servers, [f"{topic}-out" for topic in topics])
+        found[count] = middle_and_late(under_load(world, "topics", topics, receive, PARTITIONS))
+    for at, what in enumerate(("median", "99th percentile")):
+        work = f"{many} topics of {PARTITIONS} partitions, {RATE:,}/s, {what}"
+        yield time_row("topics", work, [found[many][at]], [found[1][at]], "≤ 2")
+
+
 def under_load(
-    world: World, name: str, topic: str, arrivals: Callable[[int, Callable[[], None]], list[float]]
+    world: World,
+    name: str,
+    topics: Sequence[str],
+    arrivals: Callable[[int, Callable[[], None]], list[float]],
+    partitions: int = 1,
 ) -> list[float]:
-    """What ``arrivals(count, check)`` returns while ``zync run`` works on a pipeline and records are sent to a topic."""
+    """What ``arrivals(count, check)`` returns while ``zync run`` works on a pipeline and records are sent to topics."""
     command = [*ZYNC, "run", str(world.folder / f"{name}.yaml")]
     servers, log = world.services.bootstrap_servers, world.folder / f"{name}.log"
     with (
@@ -63,7 +94,7 @@ def under_load(
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=written) as process,
     ):
         itself = psutil.Process(process.pid)
-        sender = Thread(target=send, args=(servers, topic, process))
+        sender = Thread(target=send, args=(servers, topics, process, partitions))
         sender.start()
         try:
             return arrivals(RATE * (WARM + SECONDS), watch(process, log))
@@ -73,7 +104,7 @@ def under_load(
 
 
 def middle_and_late(found: list[float]) -> tuple[float, float]:
-    """The median and the 99th percentile of the seconds, in the order of sending, after the beginning."""
+    """The median and the 99th percentile of the seconds, about in the order of sending, after the beginning."""
     counted = sorted(found[RATE * WARM :])
     return statistics.median(counted), counted[len(counted) * 99 // 100]
 
@@ -96,8 +127,8 @@ def watch(process: subprocess.Popen[bytes], log: Path) -> Callable[[], None]:
     return check
 
 
-def send(servers: str, topic: str, process: subprocess.Popen[bytes]) -> None:
-    """Send records as long as ``process`` lives. After its end, nobody waits for records."""
+def send(servers: str, topics: Sequence[str], process: subprocess.Popen[bytes], partitions: int = 1) -> None:
+    """Send records to each topic in turn as long as ``process`` lives. After its end, nobody waits for records."""
     producer = Producer({"bootstrap.servers": servers, "linger.ms": 5})
     started = time.time()
     for number in range(RATE * (WARM + SECONDS)):
@@ -105,19 +136,20 @@ def send(servers: str, topic: str, process: subprocess.Popen[bytes]) -> None:
             return
         if (ahead := started + number / RATE - time.time()) > 0:
             time.sleep(ahead)
-        producer.produce(topic, json.dumps({"id": number, "sent": time.time_ns()}), f"k{number}", partition=0)
+        value, partition = {"id": number, "sent": time.time_ns()}, number // len(topics) % partitions
+        producer.produce(topics[number % len(topics)], json.dumps(value), f"k{number}", partition=partition)
         producer.poll(0)
     producer.flush()
 
 
-def _received(servers: str, topic: str, count: int, check: Callable[[], None]) -> list[float]:
+def _received(servers: str, topics: Sequence[str], count: int, check: Callable[[], None]) -> list[float]:
     """Seconds from sending to receiving, in the order of receiving. ``check`` is called again and again meanwhile."""
     found: list[float] = []
-    while not topic_states({"bootstrap.servers": servers}, [topic]):
+    while len(states := topic_states({"bootstrap.servers": servers}, topics)) < len(topics):
         check()
         time.sleep(0.5)
     consumer = Consumer({"bootstrap.servers": servers, "group.id": "bench"})
-    consumer.assign([TopicPartition(topic, 0, 0)])
+    consumer.assign([TopicPartition(topic, part.partition, 0) for topic in states for part in states[topic].partitions])
     while len(found) < count:
         check()
         for message in consumer.consume(1000, 0.02):

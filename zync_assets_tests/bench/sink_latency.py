@@ -45,7 +45,7 @@ def measure_sink_latency(world: World) -> Iterator[dict[str, object]]:
             world.empty(pipeline)
             create_topic(pipeline.kafka, topic, 1, 1, {})
             say(f"sink latency, {what}: starting zync run")
-            found = under_load(world, "sink-latency", topic, partial(_arrived, server, database))
+            found = under_load(world, "sink-latency", [topic], partial(_arrived, server, database))
             middle, late = middle_and_late(found)
             yield time_row("sink-latency", f"{what}, {RATE:,}/s, median", [middle], None, "≤ 2 s")
             yield time_row("sink-latency", f"{what}, {RATE:,}/s, 99th percentile", [late], None, "")

@@ -116,12 +116,12 @@ def test_latency_waits_for_no_record_that_does_not_come(
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         monkeypatch.setattr(latency, "LIMIT", 0)
         with pytest.raises(click.ClickException, match=f"within 0 s: see {re.escape(str(log))}"):
-            latency._received(services.bootstrap_servers, unique, 1, latency.watch(process, log))
+            latency._received(services.bootstrap_servers, [unique], 1, latency.watch(process, log))
         monkeypatch.undo()
         process.kill()
         process.wait()
         with pytest.raises(click.ClickException, match="exit code -9"):
-            latency._received(services.bootstrap_servers, unique, 1, latency.watch(process, log))
+            latency._received(services.bootstrap_servers, [unique], 1, latency.watch(process, log))
 
 
 def test_where_results_go_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +198,8 @@ def test_each_step_gives_its_rows(tmp_path: Path) -> None:
         "increment",
         "many commits",
         "latency",
+        "topics",
+        "sensor",
         "memory",
         "warm start",
         "sinks",
