@@ -163,7 +163,7 @@ def test_a_kill_among_many_topics_loses_and_doubles_nothing(
 
 ODD = """
   - {name: bad, type: stateless, in: $bad, out: $bad.out, key: in.key, value: {id: "bigint(100 / (in.value.id - 1))"}}
-  - {name: also, type: stateless, in: $one, out: $shared.out, key: in.key, value: in.value, where: in.value.id % 2 = 0}
+  - {name: also, type: stateless, in: $one, out: $shared.out, key: in.key, value: in.value, where: value.id % 2 = 0}
   - name: pairs
     type: denorm
     left: $left

@@ -14,6 +14,7 @@ publisher stopped uncleanly, and its records may still surface in the topic.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
@@ -175,19 +176,21 @@ def commit_publish_states(
     numbers |= {_schema_number(topic, schema): 0 for schema in schemas if not before[0].has_schema(schema)}
     if table is None:
         tables.create_table(storage.publish_uri(lake, pool), _SCHEMA, f"What is published of {pool}", [], numbers)
+        opened = open_published(lake, pool)
     else:
-        _commit_together(table, numbers)
-    opened = open_published(lake, pool)
+        opened = _commit_together(table, numbers)
     return {item.partition: publish_state(opened, topic, item.partition) for item in before}
 
 
 @dataclass
 class _Entry:
-    """Numbers to commit, on the table as a publisher opened it. ``error``: why that was not possible."""
+    """Numbers to commit, on the table as a publisher opened it. ``after``: the table after the commit; ``error``: why there
+    was no commit."""
 
     table: LakeTable
     numbers: Mapping[str, int]
     is_done: bool = False
+    after: LakeTable | None = None
     error: Exception | None = None
 
 
@@ -209,7 +212,10 @@ class _Commits:
         """Commit all that waits. The caller holds ``lock``."""
         with self._queue_lock:
             entries, self._queue = self._queue, []
-        newest = tables.open_table(entries[0].table.uri)
+        newest: LakeTable | None = None
+        # Where it can't be opened, each commit says why.
+        with suppress(LakeError):
+            newest = tables.open_table(entries[0].table.uri) if len(entries) > 1 else None
         together: list[_Entry] = []
         numbers: dict[str, int] = {}
         for entry in entries:
@@ -234,6 +240,7 @@ class _Commits:
         """One commit. Where several entries have a conflict, each is left to be committed alone."""
         try:
             tables.commit(table, [], numbers)
+            newest = tables.open_table(table.uri)
         except CommitConflict as error:
             if len(entries) == 1:
                 entries[0].is_done, entries[0].error = True, error
@@ -243,8 +250,7 @@ class _Commits:
                 entry.is_done, entry.error = True, error
             return
         for entry in entries:
-            entry.is_done = True
-        newest = tables.open_table(table.uri)
+            entry.is_done, entry.after = True, newest
         if newest is not None and newest.version == table.version + 1:
             self._own[newest.version] = frozenset(numbers)
             self._own.pop(newest.version - _OWN_VERSIONS, None)
@@ -258,8 +264,8 @@ _opening: dict[str, Lock] = {}
 """Place of a table → held while it is opened."""
 
 
-def _commit_together(table: LakeTable, numbers: Mapping[str, int]) -> None:
-    """``tables.commit`` of numbers. Threads that come while a commit is under way share the next one."""
+def _commit_together(table: LakeTable, numbers: Mapping[str, int]) -> LakeTable | None:
+    """``tables.commit`` of numbers; the table after that. Threads that come while a commit is under way share the next one."""
     commits, entry = _commits.setdefault((table.uri, str(table.metadata.id)), _Commits()), _Entry(table, numbers)
     commits.add(entry)
     with commits.lock:
@@ -267,6 +273,7 @@ def _commit_together(table: LakeTable, numbers: Mapping[str, int]) -> None:
             commits.commit_queue()
     if entry.error is not None:
         raise entry.error
+    return entry.after
 
 
 def _schema_number(topic: str, schema: WrittenSchema) -> str:
