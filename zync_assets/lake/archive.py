@@ -7,7 +7,7 @@
 
 An object's name and its records say each other: whoever writes an object again writes the same. A batch is committed by a
 new state, before its objects have their names. They are made from the loads afterwards, by the same run or by the next one
-(``complete``). A run that is killed therefore leaves a promise and the means to keep it.
+(``sinks.files``). A run that is killed therefore leaves a promise and the means to keep it.
 
 Small objects are merged: a further batch of the same time writes the old object's records and its own into one object, and
 removes the old one. For a moment both are there. A reader takes the object with the longer range (``list_objects``).
@@ -220,25 +220,6 @@ def commit_state(archive: str, place: str, before: ArchiveState, after: ArchiveS
     return open_state(archive, place)
 
 
-def complete(archive: str, state: ArchiveState) -> None:
-    """Make the promised objects, as far as they are missing, and remove what they replace. May be repeated."""
-    system, _ = storage.filesystem(archive)
-    for path, written in state.removals.items():
-        if written is None or write_times(archive, [path])[path] == written:
-            storage.remove_file(storage.join(archive, path))
-    for item in state.promises:
-        is_there, *parts = _exist(system, archive, [item.path, *item.parts])
-        if not is_there:
-            if not all(parts):
-                continue  # Another run has made the object, and a later one has replaced it.
-            with suppress(FileNotFoundError):
-                write_object(archive, item.path, item.parts)
-        if item.replaces is not None:
-            storage.remove_file(storage.join(archive, item.replaces))
-    for name in state.loads:
-        remove_load(archive, name)
-
-
 def write_times(archive: str, paths: Sequence[str]) -> dict[str, int | None]:
     """Path → when the file was written, in nanoseconds since the epoch; None for a file that is not there."""
     system, _ = storage.filesystem(archive)
@@ -246,7 +227,9 @@ def write_times(archive: str, paths: Sequence[str]) -> dict[str, int | None]:
     return {path: info.mtime_ns for path, info in zip(paths, system.get_file_info(places), strict=True)}
 
 
-def _exist(system: fs.FileSystem, archive: str, paths: Sequence[str]) -> list[bool]:
+def exist(archive: str, paths: Sequence[str]) -> list[bool]:
+    """Whether each of some files below the archive is there."""
+    system, _ = storage.filesystem(archive)
     places = [storage.filesystem(storage.join(archive, path))[1] for path in paths]
     return [info.type == fs.FileType.File for info in system.get_file_info(places)]
 

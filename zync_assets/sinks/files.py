@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
 from typing import BinaryIO
@@ -85,7 +85,7 @@ class FilesTarget(Target):
         # A run that is dead now promises nothing more. What it has promised is made of its loads, and comes before they go.
         dead = self.dead_loads(place)
         with _lake_errors():
-            archive.complete(self.root, archive.open_state(self.root, _name(place)))
+            complete(self.root, _name(place), archive.open_state(self.root, _name(place)))
         self.drop(dead)
         yield run_name(place)
 
@@ -140,7 +140,7 @@ class FilesTarget(Target):
         with _lake_errors():
             # 1. Nobody else has written since the batch was planned. What was promised before is kept.
             before = archive.open_state(self.root, place)
-            archive.complete(self.root, before)
+            complete(self.root, place, before)
             _claim(before, merge)
             # 2. The next offsets and the objects, as a promise, in one commit.
             after = self._cleared(before, merge) if merge.clear else self._after(before, merge)
@@ -148,12 +148,15 @@ class FilesTarget(Target):
             state = archive.commit_state(self.root, place, before, after)
             crash_point("sink:merged")
             # 3. The objects.
-            archive.complete(self.root, state)
+            complete(self.root, place, state)
 
     def _after(self, before: ArchiveState, merge: Merge) -> ArchiveState:
         tails, promises = dict(before.tails), dict[str, Promise]()
         for load in merge.loads:
-            for chunk in self._chunks(load.name):
+            chunks = self._chunks(load.name)
+            if not all(archive.exist(self.root, [archive.load_path(load.name, chunk.file) for chunk in chunks])):
+                raise CommitConflict(f"files of the load {load.name} are gone; run again")
+            for chunk in chunks:
                 path = archive.load_path(load.name, chunk.file)
                 item = ArchiveObject(
                     merge.spec.name,
@@ -205,6 +208,39 @@ class FilesTarget(Target):
             for item in archive.list_objects(self.root, spec.name):
                 for batch in archive.read_object(self.root, item):
                     yield archive.widened(batch, pa.schema(fields))
+
+
+def complete(root: str, place: str, state: ArchiveState) -> None:
+    """Make the promised objects, as far as they are missing, and remove what they replace. May be repeated.
+
+    ``place``: the name of the state. Raises LakeError if an object can't be made.
+    """
+    for path, written in state.removals.items():
+        if written is None or archive.write_times(root, [path])[path] == written:
+            storage.remove_file(storage.join(root, path))
+    for item in state.promises:
+        is_there, *parts = archive.exist(root, [item.path, *item.parts])
+        if not is_there and all(parts):
+            with suppress(FileNotFoundError):
+                archive.write_object(root, item.path, item.parts)
+        if not is_there and not archive.exist(root, [item.path])[0]:
+            _refuse_loss(root, place, state, item)
+            continue
+        if item.replaces is not None:
+            storage.remove_file(storage.join(root, item.replaces))
+    for name in state.loads:
+        archive.remove_load(root, name)
+
+
+def _refuse_loss(root: str, place: str, state: ArchiveState, item: Promise) -> None:
+    """LakeError unless an object that is not there was made: a later one has replaced it, or somebody has removed it."""
+    # Loads go when all objects are made. A later run replaces an object only after it has set another state.
+    was_made = not set(state.loads) & set(archive.list_loads(root))
+    if not was_made and archive.open_state(root, place).number == state.number:
+        raise LakeError(
+            f"archive {root}: the object {item.path} can't be made, because a file is gone: one of {', '.join(item.parts)}."
+            " Bring the file back; or load the topic again with --reset."
+        )
 
 
 def _parts(batch: pa.RecordBatch, interval: int) -> Iterator[tuple[tuple[int, str], pa.RecordBatch]]:

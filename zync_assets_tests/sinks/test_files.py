@@ -23,13 +23,13 @@ import pytest
 
 from zync_assets import load_pipeline
 from zync_assets.checks.state_checks import rows_match
-from zync_assets.errors import CommitConflict, PipelineFileError
+from zync_assets.errors import CommitConflict, PipelineFileError, SinkError
 from zync_assets.lake import archive, storage, stores
 from zync_assets.lake.raw_files import KAFKA_TYPE
 from zync_assets.local.services import Services
 from zync_assets.pipeline import LakeUri
 from zync_assets.publish.restore import open_archive
-from zync_assets.sinks.files import FilesTarget
+from zync_assets.sinks.files import FilesTarget, complete
 from zync_assets.sinks.steps import reset_sink, sink_all
 from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, TableSpec, process_mark
 from zync_assets_tests.mini import mini
@@ -160,6 +160,44 @@ def test_a_run_that_dies_after_its_commit_keeps_its_promise(tmp_path: Path, monk
     assert target.tables() == []
 
 
+def test_a_batch_whose_files_are_gone_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = FilesTarget(str(tmp_path))
+    first, second = rows(1, 40)[:10], rows(1, 40)[10:20]
+    positions = [first[-1]["kafka"]["offset"] + 1, second[-1]["kafka"]["offset"] + 1]
+    with target.run(PLACE) as name:
+        loads = load(target, name, first)
+        target.merge(Merge(PLACE, SPEC, ORIGIN, {0: None}, {0: positions[0]}, loads))
+    # Before the commit, nothing is promised yet.
+    with target.run(PLACE) as name:
+        loads = load(target, name, second)
+        part = tmp_path / archive.load_path(loads[0].name, "0.parquet")
+        part.rename(tmp_path / "away")
+        merge = Merge(PLACE, SPEC, ORIGIN, {0: positions[0]}, {0: positions[1]}, loads)
+        with pytest.raises(CommitConflict, match=r"files of the load .* are gone; run again"):
+            target.merge(merge)
+        (tmp_path / "away").rename(part)
+
+        # Behind it, the batch can't be given up.
+        def lost(point: str) -> None:
+            if point == "sink:merged":
+                part.rename(tmp_path / "away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("zync_assets.sinks.files.crash_point", lost)
+            with pytest.raises(SinkError, match=r"can't be made, because a file is gone: one of .* with --reset\."):
+                target.merge(merge)
+    with pytest.raises(SinkError, match="because a file is gone"), target.run(PLACE):
+        pass
+    (tmp_path / "away").rename(part)
+    with target.run(PLACE):
+        assert kept(target) == first + second
+    # An object that somebody removes later is no loss of a batch.
+    for path in digests(tmp_path):
+        (tmp_path / path).unlink()
+    with target.run(PLACE):
+        assert kept(target) == []
+
+
 def test_a_run_that_completes_a_reset_late_removes_no_new_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +221,7 @@ def test_a_run_that_completes_a_reset_late_removes_no_new_object(
     with target.run(PLACE):
         assert kept(target) == []
     apply(target, 1, 20)
-    archive.complete(str(tmp_path), late)
+    complete(str(tmp_path), PLACE.load_prefix.strip("_"), late)
     assert kept(target) == rows(1, 20)
 
 
