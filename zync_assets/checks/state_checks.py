@@ -26,7 +26,7 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
 from zync_assets.sinks.commit import loaded
-from zync_assets.sinks.fold import DELETE, OP, SET
+from zync_assets.sinks.fold import DELETE, OP, SET, UPDATE
 from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, source_frame
 from zync_assets.sinks.target import TableSpec, Target, open_target
 from zync_assets.spark.failures import spark_failures
@@ -143,8 +143,9 @@ def _folded(whole: Layout, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Rec
         rows = batch.to_pylist()
         yield _batch(
             name=[_key(whole.spec, row) for row in rows],
-            wanted=[None if row[OP] == DELETE else _values(whole.spec, row) for row in rows],
-            marks=[row[SET] or "1" * len(others) for row in rows],
+            wanted=[None if row[OP] in (DELETE, UPDATE) else _values(whole.spec, row) for row in rows],
+            # Updates alone tell nothing of a row that records before them made.
+            marks=[None if row[OP] == UPDATE else row[SET] or "1" * len(others) for row in rows],
         )
 
 

@@ -54,9 +54,9 @@ _BEFORE = (
     Key(
         "where",
         "a condition in Spark SQL",
-        "The records to write; null counts as no. It sees `kafka`, `key` and `value`. Deletes pass a condition on the value.",
+        "What to write; null counts as no. It sees `kafka`, `key` and `value`. A row that does not meet it any more is deleted.",
         "before: {where: value.ID > 0}",
-        default="all records",
+        default="everything",
     ),
     Key(
         "set",

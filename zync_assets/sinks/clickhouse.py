@@ -44,7 +44,6 @@ from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit
-from zync_assets.sinks.book import at_place, place_values
 from zync_assets.sinks.clickhouse_types import (
     DAYS,
     DELETED,
@@ -70,7 +69,7 @@ from zync_assets.sinks.clickhouse_types import (
 )
 from zync_assets.sinks.fold import DELETE, OFFSET, OP, SET
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import SqlType
+from zync_assets.sinks.sql_types import SqlType, at_place, place_values
 from zync_assets.sinks.target import (
     LOCAL_HOSTS,
     BadRecord,

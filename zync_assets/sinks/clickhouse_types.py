@@ -32,9 +32,8 @@ from sqlalchemy.engine import Connection
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
-from zync_assets.sinks.book import place_values
-from zync_assets.sinks.fold import DELETE, OFFSET, OP, SET, UPSERT
-from zync_assets.sinks.sql_types import DIGITS, SqlType, type_text
+from zync_assets.sinks.fold import DELETE, OFFSET, OP, SET, UPDATE, UPSERT
+from zync_assets.sinks.sql_types import DIGITS, SqlType, place_values, type_text
 from zync_assets.sinks.target import Column, Merge, TableSpec
 
 DELETED = "zync_deleted"
@@ -175,7 +174,7 @@ def as_source(batch: pa.RecordBatch, spec: TableSpec) -> pa.RecordBatch:
 
 def merged_rows(rows: sa.Table, table: sa.Table, spec: TableSpec) -> sa.Select[Any]:
     """The rows of a load table, with the columns that partial records leave out from the present rows."""
-    partial = sa.and_(rows.c[OP] == UPSERT, rows.c[SET].is_not(None))
+    partial = sa.and_(rows.c[OP].in_([UPSERT, UPDATE]), rows.c[SET].is_not(None))
     keys = [cast_column(rows, table, name) for name in spec.key]
     wanted = sa.select(*keys).where(partial)
     own = [table.c[name] for name in spec.key]
@@ -183,13 +182,14 @@ def merged_rows(rows: sa.Table, table: sa.Table, spec: TableSpec) -> sa.Select[A
     now = sa.select(*table.c).where((sa.tuple_(*own) if len(own) > 1 else own[0]).in_(wanted)).subquery("present")
     same = sa.and_(partial, *(now.c[name] == key for name, key in zip(spec.key, keys, strict=True)))
     shape = sa.func.ifNull(rows.c[SET], "1" * len(spec.others))
-    values = [
-        sa.case(
-            (sa.func.substring(shape, at + 1, 1) == "1", cast_column(rows, table, item.name)), else_=now.c[item.name]
-        )
-        for at, item in enumerate(spec.others)
-    ]
-    return sa.select(*keys, *values, rows.c[OFFSET], sa.literal(0)).select_from(rows.outerjoin(now, same))
+    is_there = now.c[spec.key[0]].is_not(None)
+    values: list[sa.ColumnElement[Any]] = []
+    for at, item in enumerate(spec.others):
+        mark = sa.func.substring(shape, at + 1, 1)
+        is_set = sa.or_(mark == "1", sa.and_(mark == "2", is_there))
+        values.append(sa.case((is_set, cast_column(rows, table, item.name)), else_=now.c[item.name]))
+    whole = sa.select(*keys, *values, rows.c[OFFSET], sa.literal(0)).select_from(rows.outerjoin(now, same))
+    return whole.where(sa.or_(rows.c[OP] != UPDATE, is_there))
 
 
 def cast_column(rows: sa.Table, table: sa.Table, name: str) -> sa.ColumnElement[Any]:

@@ -2,6 +2,9 @@
 
 A record of Debezium's envelope (``before``, ``after``, ``op``) is its row ``after`` where rows are upserted, and a delete
 where ``op`` is ``d``. A field that the source did not send leaves its column as it is.
+
+Where rows are upserted, a condition chooses rows. A record that does not meet it deletes the row of its key. A record that
+leaves out a field of the condition tells nothing of it: it updates the row if there is one.
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ from zync_assets.etl.rules.output_schemas import parse_group
 from zync_assets.pipeline import Sink, SinkTable
 from zync_assets.sinks.fold import DELETE, OFFSET, OP, SET, UPSERT, Mask, Records
 from zync_assets.sinks.target import Column, TableSpec, Target
-from zync_assets.spark.sql import name_sql
+from zync_assets.spark.sql import name_sql, path_sql, text_sql
 
 COORDINATES = ("topic", "partition", "offset")
 PARTITION, IS_DELETE, GROUP, LEFT_OUT = "zync_partition", "zync_delete", "zync_schema", "zync_left_out"
+IS_UPDATE = "zync_update"
 """Columns of a source's frame beside the columns of the table and OFFSET."""
 
 _COORDINATE_TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
@@ -61,7 +65,7 @@ class Layout:
     """How the records of a source become rows of a table.
 
     ``schemas``: fingerprint → the fields that a staged record of the schema has, None for all. ``placeholder``: Debezium's text
-    for a value that it did not send. ``function``: as ``Sink.before``.
+    for a value that it did not send. ``function``: as ``Sink.before``. ``update_sql``: whether a record makes no new row.
     """
 
     spec: TableSpec
@@ -71,13 +75,16 @@ class Layout:
     schemas: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
     placeholder: str | None = None
     function: str | None = None
+    update_sql: str | None = None
 
     def select(self, *, staged: bool) -> list[str]:
         """The expressions of a source's frame. The columns of the table are ``c0``, ``c1`` and so on."""
         own = [f"{_as_json(item)} AS c{number}" for number, item in enumerate(self.columns)]
         groups = ["schema", "left_out"] if staged else ["NULL", "NULL"]
         marks = ["kafka.partition", "kafka.offset", f"coalesce({self.delete_sql}, false)", *groups]
-        names = (PARTITION, OFFSET, IS_DELETE, GROUP, LEFT_OUT)
+        names = [PARTITION, OFFSET, IS_DELETE, GROUP, LEFT_OUT]
+        if self.update_sql is not None:
+            marks, names = [*marks, self.update_sql], [*names, IS_UPDATE]
         return own + [f"{sql} AS {name}" for sql, name in zip(marks, names, strict=True)]
 
     @property
@@ -97,7 +104,8 @@ class Layout:
                 raise TargetRefused(f"the key column {name} is null")
         rows = rows.select([column.name for column in self.spec.columns])
         is_delete = batch.column(IS_DELETE).to_numpy(zero_copy_only=False)
-        return Records(rows, is_delete, is_set, batch.column(OFFSET).to_numpy())
+        is_update = batch.column(IS_UPDATE).to_numpy(zero_copy_only=False) if self.update_sql is not None else None
+        return Records(rows, is_delete, is_set, batch.column(OFFSET).to_numpy(), is_update)
 
     @property
     def is_whole(self) -> bool:
@@ -253,25 +261,59 @@ def make_layout(
     spec = TableSpec(table.name, tuple(item.column for item in made), key, sink.mode, comment)
     if sink.before is not None:
         spec = replace(spec, columns=_after(sink.before, spec))
-    return Layout(
+    whole = Layout(
         spec,
         tuple(made),
         deletes if sink.mode == "upsert" else "false",
-        tuple(_conditions(sink, deletes)),
-        {name: _fields(text) for name, text in schemas.items()},
-        placeholder if envelope else None,
-        sink.before,
+        schemas={name: _fields(text) for name, text in schemas.items()},
+        placeholder=placeholder if envelope else None,
+        function=sink.before,
     )
+    return _with_condition(whole, sink, [item.sql for item in made if item.column.name in key], root, kind)
 
 
-def _conditions(sink: Sink, deletes: str) -> Iterator[str]:
-    """The conditions that a record meets. A delete has no value: a condition on the value lets it through."""
-    deleted = f"coalesce({deletes}, false)"
-    if sink.where is not None:
-        holds_back = sink.mode == "insert" or not sink.delete or is_of_key(sink.where)
-        yield sink.where if holds_back else f"{deleted} OR ({sink.where})"
-    if sink.mode == "upsert" and not sink.delete:
-        yield f"NOT {deleted}"
+def _with_condition(whole: Layout, sink: Sink, keys: Sequence[str], root: str, kind: pa.DataType) -> Layout:
+    """A layout with the conditions of the sink. ``keys``: the key columns' SQL; ``root``, ``kind``: the row and its type."""
+    deleted = f"coalesce({whole.delete_sql}, false)"
+    where = () if sink.where is None else (sink.where,)
+    if sink.mode == "insert":
+        return replace(whole, where=where)
+    if sink.where is None or is_of_key(sink.where):
+        return replace(whole, where=where if sink.delete else (*where, f"NOT {deleted}"))
+    unsure = " OR ".join(_unsure(whole, sink.where, root, kind)) or None
+    meets = " OR ".join([f"coalesce({sink.where}, false)", *([unsure] if unsure else [])])
+    if not sink.delete:
+        return replace(whole, where=(meets, f"NOT {deleted}"), update_sql=unsure)
+    # A record without a whole key has no row that could go.
+    there = " AND ".join(f"{key} IS NOT NULL" for key in keys)
+    gone = f"{deleted} OR NOT ({meets})"
+    return replace(whole, delete_sql=gone, where=(f"{deleted} OR {meets} OR ({there})",), update_sql=unsure)
+
+
+def _unsure(whole: Layout, where: str, root: str, kind: pa.DataType) -> Iterator[str]:
+    """Whether a record leaves out a field that a condition names, as SQL; ``root`` and ``kind`` as in ``_with_condition``."""
+    from zync_assets.pipeline_file.expressions import columns, parse
+
+    depth = root.count(".") + 1
+    fields = {item.name.lower(): item for item in fields_of(kind)} if pa.types.is_struct(kind) else {}
+    paths = [parts for parts in columns(parse(where).tree) if ".".join(parts[:depth]).lower() == root]
+    named = [
+        (fields[parts[depth].lower()], parts[depth + 1 :])
+        for parts in sorted(set(paths))
+        if len(parts) > depth and parts[depth].lower() in fields
+    ]
+    names = {original_name(item.name) for item, _ in named}
+    if lacks := [print_ for print_, own in whole.schemas.items() if own is not None and names - own]:
+        yield f"schema IN ({', '.join(map(text_sql, sorted(lacks)))})"
+    if whole.schemas and named:
+        left = [("value", item.name, *inner[:at]) for item, inner in named for at in range(len(inner) + 1)]
+        texts = ", ".join(text_sql(path_sql(path)) for path in left)
+        yield f"coalesce(arrays_overlap(left_out, array({texts})), false)"
+    for item, _ in named if whole.placeholder is not None else ():
+        if pa.types.is_string(item.type) or pa.types.is_binary(item.type):
+            text = text_sql(whole.placeholder or "")
+            same = text if pa.types.is_string(item.type) else f"CAST({text} AS BINARY)"
+            yield f"coalesce({root}.{name_sql(item.name)} = {same}, false)"
 
 
 def is_of_key(where: str) -> bool:
@@ -405,8 +447,3 @@ def _fields(text: str) -> frozenset[str] | None:
         if isinstance(branch, dict) and branch.get("type") == "record":
             return frozenset(item["name"] for item in branch["fields"])
     return None
-
-
-def added_sql(sink: Sink) -> list[str]:
-    """The expressions of ``before: {set: ...}``, for their types."""
-    return [f"{sql} AS {name_sql(name)}" for name, sql in sink.added.items()]

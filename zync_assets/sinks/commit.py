@@ -9,7 +9,7 @@ A run that was overtaken by another run therefore changes nothing, and a killed 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +27,8 @@ from zync_assets.pipeline import Sink
 from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
 from zync_assets.sinks.fold import fold_all
 from zync_assets.sinks.plan import SinkBatch, SinkPlan, reset_command
-from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, TableSpec, Target, open_target
-from zync_assets.spark.tasks import frame_results, planned_once, slots
+from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, TableSpec, Target, gathered, open_target
+from zync_assets.spark.tasks import BATCH_BYTES, MEASURED, frame_results, planned_once, slots, unmeasured
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -39,6 +39,9 @@ WRITE_OUTCOME = "Nothing was written to the target."
 
 TASK_ROWS = 50_000
 """Offsets for which a further Spark task is worth its start."""
+
+PART_BYTES = 1 << 20
+"""The records that a task changes into rows at one time. Spark's batches are smaller, and each costs some time."""
 
 SEARCH_OFFSETS = 4_000
 """The most offsets in which one Spark task looks for refused records. It holds their records in memory."""
@@ -76,8 +79,8 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
     _prepare(target, plan, layout.spec)
     crash_point("sink:prepared")
     bad: Sequence[BadRecord] = ()
-    with target.run(plan.place) as run:
-        try:
+    try:
+        with target.run(plan.place) as run:
             if target.appends(layout.spec, whole=layout.is_whole):
                 # 2. One task appends the records and moves the positions, in one transaction.
                 count = _append(batch, layout)
@@ -87,13 +90,12 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
                 # 3. One transaction merges them and moves the positions.
                 target.merge(replace(_merge_of(plan, layout), loads=tuple(loads)))
                 count = sum(load.rows for load in loads)
-        except TargetRefused:
-            if plan.offsets > SEARCH_OFFSETS:
-                raise
-            # 4. A record is refused: one task applies ever smaller parts, and notes the record.
-            target.drop_loads(run)
+    except TargetRefused:
+        if plan.offsets > SEARCH_OFFSETS:
+            raise
+        # 4. A record is refused: one task applies ever smaller parts, and notes the record.
+        with target.run(plan.place) as run:
             count, bad = _search(batch, layout, run)
-            target.drop_loads(run)
     left, seconds = plan.lag - plan.offsets, time.monotonic() - start
     return SinkCommit(plan.sink.name, plan.table.name, plan.table.source, plan.ranges, count, len(bad), seconds, left)
 
@@ -158,7 +160,7 @@ def _append(batch: SinkBatch, layout: Layout) -> int:
 
 def _append_task(sink: Sink, layout: Layout, merge: Merge, batches: Iterator[pa.RecordBatch]) -> int:
     """The Spark task of ``_append``. If Spark runs it again after the commit, it finds that the positions have moved."""
-    return open_target(sink).append(merge, (layout.appended(batch) for batch in batches))
+    return open_target(sink).append(merge, loaded(layout, batches, whole=True))
 
 
 def _load(batch: SinkBatch, layout: Layout, run: str, most: int) -> list[LoadTable]:
@@ -180,8 +182,12 @@ def _load(batch: SinkBatch, layout: Layout, run: str, most: int) -> list[LoadTab
 
 
 def _plan_settings(batch: SinkBatch) -> AbstractContextManager[None]:
-    """A small batch is planned once: to plan it again takes longer than its records."""
-    return planned_once(batch.spark) if batch.plan.offsets < TASK_ROWS else nullcontext()
+    """A small batch is planned once: to plan it again takes longer than its records. Of a large one, no row is measured."""
+    if batch.plan.offsets < TASK_ROWS:
+        return planned_once(batch.spark)
+    files = batch.plan.files
+    is_measured = BATCH_BYTES in batch.plan.pipeline.spark or any(item.size > MEASURED * item.records for item in files)
+    return nullcontext() if is_measured else unmeasured(batch.spark)
 
 
 def _load_task(sink: Sink, layout: Layout, run: str, batches: Iterator[pa.RecordBatch]) -> LoadTable | None:
@@ -202,12 +208,13 @@ def _chained(first: pa.RecordBatch, others: Iterator[pa.RecordBatch]) -> Iterato
     yield from others
 
 
-def loaded(layout: Layout, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The rows of a load table."""
-    if layout.spec.mode == "insert":
-        return (layout.appended(batch) for batch in batches)
+def loaded(layout: Layout, batches: Iterable[pa.RecordBatch], *, whole: bool = False) -> Iterator[pa.RecordBatch]:
+    """The rows of a load table. ``whole``: one for each record, without a fold."""
+    parts = gathered(iter(batches), PART_BYTES)
+    if whole or layout.spec.mode == "insert":
+        return (layout.appended(part) for part in parts)
     others = [column.name for column in layout.spec.others]
-    return fold_all((layout.records(batch) for batch in batches), layout.spec.key, others)
+    return fold_all((layout.records(part) for part in parts), layout.spec.key, others)
 
 
 def in_tasks(frame: DataFrame, work: Callable[[Iterator[pa.RecordBatch]], T]) -> list[T]:
@@ -302,7 +309,7 @@ class Search:
     def finish(self) -> None:
         """Move the positions to the end of the batch, past offsets without a record."""
         if self.position != self.task.merge.upcoming:
-            self._merge(self.task.merge.upcoming, (), ())
+            self._merge(self.task.merge.upcoming, ())
 
     def _write(self, first: int, end: int) -> None:
         part = self.rows.slice(first, end - first)
@@ -311,9 +318,9 @@ class Search:
             order = [*layout.key_names, PARTITION, OFFSET]
             part = part.take(pc.sort_indices(part, [(name, "ascending") for name in order]))
         self.loads += 1
-        load = self.target.load(layout.spec, f"{self.task.run}{self.loads}", loaded(layout, [part]))
-        self._merge(self._after(end), (load,), ())
-        self.count += load.rows
+        moved, merge = self._merge_to(self._after(end))
+        self.count += self.target.apply(merge, f"{self.task.run}{self.loads}", loaded(layout, [part]))
+        self.position |= moved
 
     def _put_aside(self, index: int, error: str) -> None:
         row = self.rows.slice(index, 1)
@@ -332,7 +339,7 @@ class Search:
         numbers = [number for number, item in enumerate(layout.columns) if item.column.name in layout.spec.key]
         key = ", ".join(f"{layout.columns[at].column.name}={row.column(at)[0].as_py()}" for at in numbers)
         bad = BadRecord(*place, kept_text(key), kept_text(error))
-        self._merge(self._after(index + 1), (), (bad,))
+        self._merge(self._after(index + 1), (bad,))
         self.bad.append(bad)
 
     def _after(self, end: int) -> dict[int, int]:
@@ -351,11 +358,13 @@ class Search:
                 upcoming[partition] = int(offsets[done[-1]]) + 1
         return upcoming
 
-    def _merge(
-        self, upcoming: dict[int, int] | object, loads: tuple[LoadTable, ...], bad: tuple[BadRecord, ...]
-    ) -> None:
-        assert isinstance(upcoming, dict)
+    def _merge(self, upcoming: Mapping[int, int], bad: tuple[BadRecord, ...]) -> None:
+        moved, merge = self._merge_to(upcoming)
+        self.target.merge(replace(merge, bad=bad))
+        self.position |= moved
+
+    def _merge_to(self, upcoming: Mapping[int, int]) -> tuple[dict[int, int], Merge]:
+        """The positions that move, and a merge that moves them."""
         moved = {partition: until for partition, until in upcoming.items() if self.position.get(partition) != until}
         expected = {partition: self.position.get(partition) for partition in {*moved, *self.position}}
-        self.target.merge(replace(self.task.merge, expected=expected, upcoming=moved, loads=loads, bad=bad))
-        self.position |= moved
+        return moved, replace(self.task.merge, expected=expected, upcoming=moved)

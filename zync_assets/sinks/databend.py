@@ -32,12 +32,11 @@ from sqlalchemy.dialects import registry
 from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.errors import CommitConflict, SinkError, TargetRefused, TargetUnavailable
-from zync_assets.sinks.book import BOOK, POSITIONS, place_values
 from zync_assets.sinks.databend_engine import BUSY, EngineSession, ServerSession
 from zync_assets.sinks.databend_engine import Connection as DatabendConnection
-from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET
+from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPDATE
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import SqlType, holds, wider
+from zync_assets.sinks.sql_types import BOOK, POSITIONS, SqlType, holds, place_values, wider
 from zync_assets.sinks.target import (
     LOCAL_HOSTS,
     Column,
@@ -290,23 +289,41 @@ class DatabendTarget(SqlTarget):
             statement.when_matched_then_delete()
             connection.execute(statement)
         others = [column.name for column in spec.others]
-        shapes: list[tuple[str | None]] = [(None,)]
+        shapes: set[tuple[str | None, bool]] = {(None, False)}
         if load.partial:
-            partial = sa.select(rows.c[SET]).where(rows.c[SET].is_not(None), rows.c[OP] != DELETE)
-            shapes += [(row[0],) for row in connection.execute(partial.distinct())]
-        for (shape,) in shapes:
+            partial = sa.select(rows.c[SET], rows.c[OP]).where(rows.c[SET].is_not(None), rows.c[OP] != DELETE)
+            shapes |= {(row[0], row[1] == UPDATE) for row in connection.execute(partial.distinct())}
+        for shape, is_update in sorted(shapes, key=str):
             # A record that leaves columns out is written by the columns that it has. A new row gets the others' defaults.
-            own = [name for name, mark in zip(others, shape or "1" * len(others), strict=True) if mark == "1"]
+            marks = dict(zip(others, shape or "1" * len(others), strict=True))
+            own = [name for name, mark in marks.items() if mark != "0"]
+            new = None if is_update else [name for name in own if marks[name] == "1"]
             chosen = sa.select(*(_converted(rows, table, name) for name in (*spec.key, *own)))
             of_shape = rows.c[SET].is_(None) if shape is None else rows.c[SET] == shape
-            connection.execute(self.upsert(table, chosen.where(rows.c[OP] != DELETE, of_shape), spec.key, own))
+            of_op = rows.c[OP] == UPDATE if is_update else rows.c[OP].not_in([UPDATE, DELETE])
+            chosen = chosen.where(of_op, of_shape)
+            if own or not is_update:
+                connection.execute(self._changes(table, chosen, spec.key, own, new))
 
     def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
+        return self._changes(table, rows, key, others, others)
+
+    def _changes(
+        self,
+        table: sa.Table,
+        rows: sa.Select[Any],
+        key: Sequence[str],
+        others: Sequence[str],
+        new: Sequence[str] | None,
+    ) -> sa.Executable:
+        """The statement that updates rows that exist. ``new``: the columns of rows to insert; None: it inserts none."""
         statement, changes = self._merge_into(table, rows, key)
         if others:
             statement.when_matched_then_update().set = {name: changes.c[name] for name in others}
+        if new is None:
+            return statement
         quote = self.engine().dialect.identifier_preparer.quote_identifier
-        statement.when_not_matched_then_insert().set = {quote(name): changes.c[name] for name in (*key, *others)}
+        statement.when_not_matched_then_insert().set = {quote(name): changes.c[name] for name in (*key, *new)}
         return statement
 
     def _merge_into(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str]) -> tuple[Any, sa.Subquery]:

@@ -1,13 +1,15 @@
 """The fold of a batch: one change per key, equal to all records of the key in offset order. Pure.
 
-Three kinds of change come out, in the column OP:
+Four kinds of change come out, in the column OP:
 
     upsert    the columns that a record set get their values, and the others stay as they are
+    update    the same for a row that exists; there is no new row
     replace   the row was deleted and made again: the columns that no later record set are empty
     delete    the row goes
 
-The column SET has ``1`` for a column that the change sets and ``0`` for another one, in the order of the columns. It is null
-if the change sets all columns. The column OFFSET has the offset of the key's last record.
+The column SET has ``1`` for a column that the change sets, ``2`` for one that it sets if the row is there already, and ``0``
+for another one, in the order of the columns. It is null if the change sets all columns, but never of an update. The column
+OFFSET has the offset of the key's last record.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import pc
 
 OP, SET, OFFSET = "zync_op", "zync_set", "zync_offset"
-UPSERT, REPLACE, DELETE = "u", "r", "d"
+UPSERT, REPLACE, DELETE, UPDATE = "u", "r", "d", "e"
 
 Mask = npt.NDArray[np.bool_]
-_OPS = pa.array([UPSERT, REPLACE, DELETE], pa.string())
+_OPS = pa.array([UPSERT, REPLACE, DELETE, UPDATE], pa.string())
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,20 @@ class Records:
     """Records sorted by key, and within a key by partition and offset.
 
     ``rows``: the columns of the table. ``is_delete``: by row. ``is_set``: by row and by column of ``columns``, whether the
-    record has a value for the column, null included. ``offsets``: by row.
+    record has a value for the column, null included. ``offsets``: by row. ``is_update``: by row, whether the record makes no
+    new row; None: none.
     """
 
     rows: pa.RecordBatch
     is_delete: Mask
     is_set: Mask
     offsets: npt.NDArray[np.int64]
+    is_update: Mask | None = None
+
+    @property
+    def updates(self) -> Mask:
+        """``is_update``, by row."""
+        return np.zeros(len(self), np.bool_) if self.is_update is None else self.is_update
 
     def __len__(self) -> int:
         return self.rows.num_rows
@@ -47,7 +56,8 @@ class Records:
     def part(self, first: int, end: int) -> Records:
         """The records ``first <= index < end``."""
         rows = self.rows.slice(first, end - first)
-        return Records(rows, self.is_delete[first:end], self.is_set[first:end], self.offsets[first:end])
+        is_update = None if self.is_update is None else self.is_update[first:end]
+        return Records(rows, self.is_delete[first:end], self.is_set[first:end], self.offsets[first:end], is_update)
 
 
 def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.RecordBatch:
@@ -59,30 +69,36 @@ def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.Re
     # The last delete of each key; -1 for none. Places only grow, so that a place of an earlier key is below the start.
     deletes = np.maximum.accumulate(np.where(records.is_delete, places, -1))[ends] if count else ends
     was_deleted = deletes >= starts
-    is_deleted = records.is_delete[ends]
     since = np.where(was_deleted, deletes + 1, starts)
+    # The first record that makes the row, if it is not there. Updates before it change a row that is there already.
+    makes = np.where(records.is_delete | records.updates, count, places)
+    first = np.append(np.minimum.accumulate(makes[::-1])[::-1], count)[since]
+    is_upsert = first <= ends
+    since = np.where(was_deleted, first, since)
     arrays: list[pa.Array] = [records.rows.column(name).take(pa.array(ends)) for name in keys]
-    masks: list[Mask] = []
+    masks: list[npt.NDArray[np.int8]] = []
     for number, name in enumerate(columns):
         last = np.where(records.is_set[:, number] & ~records.is_delete, places, -1)
         at = np.maximum.accumulate(last)[ends] if count else ends
         has_value = at >= since
-        masks.append(has_value)
+        masks.append(np.where(has_value, np.where(is_upsert & (at < first), 2, 1), 0).astype(np.int8))
         arrays.append(records.rows.column(name).take(pa.array(at, mask=~has_value)))
-    op = _OPS.take(pa.array(np.where(is_deleted, 2, np.where(was_deleted, 1, 0))))
-    is_set = np.column_stack(masks) if masks else np.empty((len(ends), 0), np.bool_)
-    marks = [op, set_texts(is_set), pa.array(records.offsets[ends], pa.int64())]
+    op = np.where(was_deleted, np.where(is_upsert, 1, 2), np.where(is_upsert, 0, 3))
+    is_set = np.column_stack(masks) if masks else np.empty((len(ends), 0), np.int8)
+    marks = [_OPS.take(pa.array(op)), set_texts(is_set, op == 3), pa.array(records.offsets[ends], pa.int64())]
     return pa.RecordBatch.from_arrays([*arrays, *marks], names=[*keys, *columns, OP, SET, OFFSET])
 
 
-def set_texts(is_set: Mask) -> pa.Array:
-    """The column SET of a mask by row and column."""
-    partial = ~is_set.all(axis=1)
-    texts = np.full(len(is_set), None, object)
-    if partial.any():
-        shapes, inverse = np.unique(is_set[partial], axis=0, return_inverse=True)
-        names = np.array(["".join("1" if item else "0" for item in shape) for shape in shapes], object)
+def set_texts(marks: npt.NDArray[np.int8], is_update: Mask) -> pa.Array:
+    """The column SET. ``marks``: by row and column; ``is_update``: by row."""
+    partial = (marks != 1).any(axis=1) | is_update
+    texts = np.full(len(marks), None, object)
+    if partial.any() and marks.shape[1]:
+        shapes, inverse = np.unique(marks[partial], axis=0, return_inverse=True)
+        names = np.array(["".join(map(str, shape)) for shape in shapes], object)
         texts[partial] = names[inverse.ravel()]
+    elif partial.any():
+        texts[partial] = ""
     return pa.array(texts, pa.string())
 
 
@@ -108,6 +124,7 @@ def _joined(first: Records, second: Records) -> Records:
         np.concatenate([first.is_delete, second.is_delete]),
         np.concatenate([first.is_set, second.is_set]),
         np.concatenate([first.offsets, second.offsets]),
+        np.concatenate([first.updates, second.updates]),
     )
 
 

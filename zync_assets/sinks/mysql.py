@@ -32,9 +32,8 @@ from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
-from zync_assets.sinks.book import BOOK
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import DIGITS, SqlType
+from zync_assets.sinks.sql_types import BOOK, DIGITS, SqlType
 from zync_assets.sinks.sql_types import holds as standard_holds
 from zync_assets.sinks.target import LOCAL_HOSTS, Column, Place, TableSpec, load_names
 

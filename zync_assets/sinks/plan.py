@@ -14,16 +14,18 @@ import pyarrow as pa
 
 from zync_assets.codecs.spark_types import arrow_type
 from zync_assets.errors import DataLoss, SinkError
-from zync_assets.lake.raw import RawState
+from zync_assets.lake.log import DataFile
+from zync_assets.lake.raw import RawState, raw_files
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
-from zync_assets.sinks.columns import Layout, added_sql, make_layout, whole_layout
+from zync_assets.sinks.columns import Layout, make_layout, whole_layout
 from zync_assets.sinks.target import Place, Progress, Target, open_target
 from zync_assets.spark import frames
 from zync_assets.spark.failures import spark_failures
 from zync_assets.spark.session import Session, lazy_session
+from zync_assets.spark.sql import name_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -78,6 +80,13 @@ class SinkPlan:
     def offsets(self) -> int:
         """The number of offsets of the batch."""
         return sum(part.end - part.first for part in self.ranges)
+
+    @property
+    def files(self) -> list[DataFile]:
+        """The lake's files with records of the batch, and maybe others."""
+        if isinstance(self.state, StagingState):
+            return list(self.state.output_files(self.table.topic))
+        return [] if self.state is None else list(raw_files(self.state, self.ranges))
 
     @property
     def expected(self) -> dict[int, int | None]:
@@ -216,7 +225,8 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
     types: dict[str, pa.DataType] = {}
     if sink.added:
         with spark_failures(lambda text: SinkError(f"sink {sink.name}, before: set: {text}")):
-            frame = _records(session(), plan, plan.ranges).selectExpr(*added_sql(sink))
+            added = [f"{sql} AS {name_sql(name)}" for name, sql in sink.added.items()]
+            frame = _records(session(), plan, plan.ranges).selectExpr(*added)
             types = {item.name: arrow_type(item.dataType) for item in frame.schema}
     return make_layout(
         sink,

@@ -34,9 +34,8 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.crashes import crash_point
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.pipeline import Evolve
-from zync_assets.sinks.book import POSITIONS, QUARANTINE
-from zync_assets.sinks.sql import SqlTarget, on_conflict
-from zync_assets.sinks.sql_types import SqlType, standard_type
+from zync_assets.sinks.sql import SqlTarget
+from zync_assets.sinks.sql_types import POSITIONS, QUARANTINE, SqlType, on_conflict, standard_type
 from zync_assets.sinks.target import Column, LoadTable, Merge, Place, TableSpec, counted, load_names
 
 OPTIONS = {"connect_timeout": "10", "options": "-c timezone=UTC", "application_name": "zync"}

@@ -152,8 +152,7 @@ def _replay_task(task: ReplayTask, batches: Iterator[pa.RecordBatch]) -> dict[Sp
                 continue
             try:
                 name = f"{task.run}r{spot[0]}_{spot[1]}"
-                load = target.load(task.layout.spec, name, loaded(task.layout, [row]))
-                target.merge(replace(task.merge, loads=(load,), cured=(spot,)))
+                target.apply(replace(task.merge, cured=(spot,)), name, loaded(task.layout, [row]))
                 reasons[spot] = None
             except TargetRefused as error:
                 reasons[spot] = str(error)

@@ -20,19 +20,21 @@ from sqlalchemy.engine import Connection, Engine
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnavailable
 from zync_assets.pipeline import Evolve
-from zync_assets.sinks.book import BOOK, POSITIONS, QUARANTINE, at_place, place_values
-from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPSERT
-from zync_assets.sinks.sql_types import SqlType, holds, standard_type, type_text, wider
+from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPDATE, UPSERT
+from zync_assets.sinks.sql_types import (
+    BOOK,
+    POSITIONS,
+    QUARANTINE,
+    SqlType,
+    at_place,
+    holds,
+    place_values,
+    sql_text,
+    standard_type,
+    type_text,
+    wider,
+)
 from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, Progress, TableSpec, Target, named
-
-
-def on_conflict(insert: Any, key: Sequence[str], others: Sequence[str]) -> sa.Executable:
-    """An INSERT of PostgreSQL's or SQLite's dialect that updates the columns ``others`` of a row with the same key."""
-    if not others:
-        return insert.on_conflict_do_nothing(index_elements=list(key))
-    new = {name: insert.excluded[name] for name in others}
-    return insert.on_conflict_do_update(index_elements=list(key), set_=new)
-
 
 _ENGINES: dict[tuple[type[SqlTarget], str], Engine] = {}
 """Class and URL → the process's engine."""
@@ -308,7 +310,9 @@ class SqlTarget(Target):
             existing = table.c[column.name].type
             if self.holds(existing, column):
                 continue
-            what = f"column {column.name} is {_sql(existing, connection)}, and its source is {type_text(column.type)}"
+            what = (
+                f"column {column.name} is {sql_text(existing, connection)}, and its source is {type_text(column.type)}"
+            )
             larger = self.wider(existing, column)
             if larger is None:
                 hopeless.append(f"{what}; change the column, or make the value with before: {{set: ...}}")
@@ -422,12 +426,14 @@ class SqlTarget(Target):
             # A partial record of a row that exists changes its columns only. A database that checks NOT NULL before it looks
             # for the row would refuse INSERT ... ON CONFLICT.
             values = {
-                name: sa.case((sa.func.substr(rows.c[SET], at + 1, 1) == "1", rows.c[name]), else_=table.c[name])
+                name: sa.case((sa.func.substr(rows.c[SET], at + 1, 1) != "0", rows.c[name]), else_=table.c[name])
                 for at, name in enumerate(others)
             }
-            connection.execute(sa.update(table).where(same, rows.c[OP] == UPSERT, is_partial).values(values))
+            connection.execute(
+                sa.update(table).where(same, rows.c[OP].in_([UPSERT, UPDATE]), is_partial).values(values)
+            )
             is_new = ~sa.exists(sa.select(sa.literal(1)).select_from(table).where(same).correlate(rows))
-            new = sa.and_(is_partial, rows.c[OP] != DELETE, is_new)
+            new = sa.and_(is_partial, rows.c[OP].in_([UPSERT, REPLACE]), is_new)
             for (shape,) in connection.execute(sa.select(rows.c[SET]).where(new).distinct()).all():
                 own = [*spec.key, *(name for name, mark in zip(others, shape, strict=True) if mark == "1")]
                 chosen = sa.select(*(rows.c[name] for name in own)).where(rows.c[SET] == shape, new)
@@ -441,10 +447,3 @@ def _counted(rows: Iterator[pa.RecordBatch], names: Sequence[str], loads: list[L
     for batch in rows:
         loads[0] = loads[0].plus(batch)
         yield batch.select(names)
-
-
-def _sql(kind: SqlType, connection: Connection) -> str:
-    try:
-        return kind.compile(connection.dialect)
-    except exc.CompileError:
-        return "of another type"

@@ -1,4 +1,5 @@
-"""The types of the lake as SQLAlchemy's, and whether a column of a table holds the values of a type without loss.
+"""What SQL targets share: the types of the lake as SQLAlchemy's, whether a column of a table holds the values of a type without
+loss, and the tables that zync keeps in a target: the positions of its sources, and the records that it refused.
 
 | the lake | PostgreSQL | SQLite |
 | --- | --- | --- |
@@ -17,10 +18,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import pyarrow as pa
 import sqlalchemy as sa
+from sqlalchemy import exc
+
+from zync_assets.sinks.target import Place
 
 SqlType: TypeAlias = sa.types.TypeEngine[Any]
 
@@ -141,3 +146,58 @@ def _numeric_holds(existing: SqlType, whole: int, scale: int) -> bool:
         return False
     digits = _digits(existing)
     return digits is None or (digits[0] >= whole and digits[1] >= scale)
+
+
+BOOK = sa.MetaData()
+"""The tables that zync keeps in a target."""
+
+_NAME = sa.String(255)
+
+
+def _place_columns() -> list[sa.Column[Any]]:
+    """The columns of a source's partition, the begin of a primary key."""
+    names = [sa.Column(name, _NAME, primary_key=True) for name in ("pipeline", "sink", "source")]
+    return [*names, sa.Column("partition", sa.Integer, primary_key=True, autoincrement=False)]
+
+
+POSITIONS = sa.Table(
+    "zync_positions",
+    BOOK,
+    *_place_columns(),
+    sa.Column("next", sa.BigInteger, nullable=False),
+    sa.Column("origin", _NAME, nullable=False),
+)
+QUARANTINE = sa.Table(
+    "zync_quarantine",
+    BOOK,
+    *_place_columns(),
+    sa.Column("offset", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("key", sa.Text),
+    sa.Column("error", sa.Text),
+)
+
+
+def place_values(place: Place) -> dict[str, str]:
+    """A place as values of the columns of the book."""
+    return {"pipeline": place.pipeline, "sink": place.sink, "source": place.source}
+
+
+def at_place(table: sa.Table, place: Place) -> list[sa.ColumnElement[bool]]:
+    """The condition for the rows of a place, in a table of the book."""
+    return [table.c[name] == value for name, value in place_values(place).items()]
+
+
+def on_conflict(insert: Any, key: Sequence[str], others: Sequence[str]) -> sa.Executable:
+    """An INSERT of PostgreSQL's or SQLite's dialect that updates the columns ``others`` of a row with the same key."""
+    if not others:
+        return insert.on_conflict_do_nothing(index_elements=list(key))
+    new = {name: insert.excluded[name] for name in others}
+    return insert.on_conflict_do_update(index_elements=list(key), set_=new)
+
+
+def sql_text(kind: SqlType, connection: sa.Connection) -> str:
+    """A type as the database writes it."""
+    try:
+        return kind.compile(connection.dialect)
+    except exc.CompileError:
+        return "of another type"

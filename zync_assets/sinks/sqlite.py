@@ -26,8 +26,8 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
-from zync_assets.sinks.sql import SqlTarget, on_conflict
-from zync_assets.sinks.sql_types import SqlType
+from zync_assets.sinks.sql import SqlTarget
+from zync_assets.sinks.sql_types import SqlType, on_conflict
 from zync_assets.sinks.target import LOAD_PREFIX, Column, LoadTable, Place, Progress, TableSpec
 
 TIMEOUT_SECONDS = 30.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -90,34 +91,40 @@ def sink_table(
     while True:
         try:
             batch, first = first, None
-            made = sink_once(pipeline, partial(read_sink, pipeline, session, sink, table, limit), batch)
+            with _names(sink, table):
+                made = sink_once(pipeline, partial(read_sink, pipeline, session, sink, table, limit), batch)
         except TargetRefused as error:
             if limit == SEARCH_OFFSETS:
-                raise SinkError(_with_place(str(error), sink, table)) from error
+                raise SinkError(str(error)) from error
             # Somewhere in the batch is a record that the target refuses. A smaller batch has it, or is written without it.
             limit = max(SEARCH_OFFSETS, limit // 8)
             continue
         except TargetUnavailable as error:
+            text = str(error).rstrip(".")
             if outages == len(patience):
-                cure = "Check the url, and that the target is up."
-                raise TargetUnavailable(f"sink {sink}, table {table}: {str(error).rstrip('.')}. {cure}") from error
-            _log.warning("sink %s, table %s: %s; trying again in %s s", sink, table, error, patience[outages])
+                raise TargetUnavailable(f"{text}. Check the url, and that the target is up.") from error
+            _log.warning("%s; trying again in %s s", text, patience[outages])
             time.sleep(patience[outages])
             outages += 1
             continue
-        except SinkError as error:
-            raise type(error)(_with_place(str(error), sink, table)) from error
         if made is not None:
             limit, outages, commits = min(BATCH_OFFSETS, limit * 8), 0, commits + 1
             yield made
         if made is None or not made.left:
             break
-    try:
+    with _names(sink, table):
         _remove_leftovers(pipeline, sink, table)
-    except SinkError as error:
-        raise type(error)(_with_place(str(error), sink, table)) from error
     if commits:
         _apply_retention(pipeline, pipeline.sink(sink).table(table))
+
+
+@contextmanager
+def _names(sink: str, table: str) -> Generator[None]:
+    """Errors of a target name the sink and the table."""
+    try:
+        yield
+    except SinkError as error:
+        raise type(error)(_with_place(str(error), sink, table)) from error
 
 
 def _with_place(text: str, sink: str, table: str) -> str:

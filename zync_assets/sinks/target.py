@@ -21,7 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from importlib import import_module
 
@@ -29,11 +29,13 @@ import psutil
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.errors import SinkError
+from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.pipeline import Evolve, Sink, SinkMode
-from zync_assets.sinks.fold import OP, SET, UPSERT
+from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET
 
 LOAD_PREFIX = "zync_load_"
+
+_REMOVALS = pa.array([DELETE, REPLACE])
 
 LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1")
 """The hosts of a URL that need no TLS."""
@@ -119,7 +121,7 @@ class LoadTable:
 
     def plus(self, batch: pa.RecordBatch) -> LoadTable:
         """The load table with further rows."""
-        removes = self.removes or pc.any(pc.not_equal(batch.column(OP), UPSERT)).as_py() is True
+        removes = self.removes or pc.any(pc.is_in(batch.column(OP), _REMOVALS)).as_py() is True
         partial = self.partial or batch.column(SET).null_count < batch.num_rows
         return LoadTable(self.name, self.rows + batch.num_rows, removes, partial)
 
@@ -200,6 +202,16 @@ class Target(ABC):
             if own := [name for name in self.tables() if name.startswith(run)]:
                 self.drop(own)
 
+    def apply(self, merge: Merge, name: str, rows: Iterator[pa.RecordBatch]) -> int:
+        """Load and merge rows in one task; returns their number. Raises as ``load`` and ``merge``. Refused rows leave nothing."""
+        try:
+            load = self.load(merge.spec, name, rows)
+            self.merge(replace(merge, loads=(load,)))
+        except TargetRefused:
+            self.drop_loads(name)
+            raise
+        return load.rows
+
     def dead_loads(self, place: Place) -> list[str]:
         """The load tables of killed runs."""
         names = load_names(self.tables(), place)
@@ -257,11 +269,13 @@ class Target(ABC):
 def gathered(rows: Iterator[pa.RecordBatch], size: int) -> Iterator[pa.RecordBatch]:
     """Batches of some ``size`` bytes."""
     held: list[pa.RecordBatch] = []
+    count = 0
     for batch in rows:
         held.append(batch)
-        if sum(item.nbytes for item in held) >= size:
+        count += batch.nbytes
+        if count >= size:
             yield pa.concat_batches(held)
-            held = []
+            held, count = [], 0
     if held:
         yield pa.concat_batches(held)
 

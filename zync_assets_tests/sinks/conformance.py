@@ -113,11 +113,15 @@ def value(name: str, chance: random.Random, target: Target) -> Any:
     return made[name]()
 
 
+class Update(dict[str, Any]):
+    """The fields of a record that makes no new row."""
+
+
 Change = tuple[tuple[int, str], dict[str, Any] | None]
 
 
 def batches(target: Target, seed: int, count: int) -> Iterator[list[Change]]:
-    """The same changes for the same seed: whole rows, partial rows and tombstones."""
+    """The same changes for the same seed: whole rows, partial rows, updates and tombstones."""
     chance = random.Random(seed)
     for number in range(count):
         names = [*TYPES, *(["added"] if number >= CHANGE_AT else [])]
@@ -126,7 +130,8 @@ def batches(target: Target, seed: int, count: int) -> Iterator[list[Change]]:
             key = chance.randrange(8), chance.choice(["a", "", "ö'\""])
             kind = chance.random()
             chosen = names if kind < 0.4 else [name for name in names if chance.random() < 0.3]
-            batch.append((key, None if kind > 0.8 else {name: value(name, chance, target) for name in chosen}))
+            fields = {name: value(name, chance, target) for name in chosen}
+            batch.append((key, None if kind > 0.8 else Update(fields) if kind > 0.65 else fields))
         yield batch
 
 
@@ -135,7 +140,7 @@ def model(target: Target, seed: int, count: int) -> dict[tuple[int, str], dict[s
     for key, fields in (change for batch in batches(target, seed, count) for change in batch):
         if fields is None:
             rows.pop(key, None)
-        else:
+        elif key in rows or not isinstance(fields, Update):
             rows.setdefault(key, dict.fromkeys([*TYPES, "added"])).update(fields)
     return rows
 
@@ -157,7 +162,8 @@ def records(table: TableSpec, batch: Sequence[Change], offset: int) -> Records:
     is_delete = np.array([fields is None for _, (_, fields) in ordered], np.bool_)
     rows = pa.RecordBatch.from_arrays(columns, names=[column.name for column in table.columns])
     offsets = np.array([offset + at for at, _ in ordered], np.int64)
-    return Records(rows, is_delete, is_set.reshape(-1, len(others)), offsets)
+    is_update = np.array([isinstance(fields, Update) for _, (_, fields) in ordered], np.bool_)
+    return Records(rows, is_delete, is_set.reshape(-1, len(others)), offsets, is_update)
 
 
 def load(target: Target, table: TableSpec, run: str, batch: Sequence[Change], offset: int) -> list[LoadTable]:

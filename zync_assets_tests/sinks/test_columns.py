@@ -1,6 +1,8 @@
-"""The user's function over a batch: what it may return, and the errors that name it."""
+"""The user's function over a batch, what it may return, and its errors; and what conditions make of records."""
 
 from __future__ import annotations
+
+import json
 
 import pyarrow as pa
 import pytest
@@ -61,17 +63,67 @@ def test_the_error_of_a_function_names_it(function: str, text: str) -> None:
     assert text in str(error.value)
 
 
+GONE = "coalesce(value IS NULL, false)"
+"""Whether a record is a delete."""
+
+
 @pytest.mark.parametrize(
-    ("where", "mode", "delete", "conditions"),
+    ("where", "mode", "delete", "conditions", "deletes"),
     [
-        ("value.v = 'a' OR true", "upsert", True, ("coalesce(value IS NULL, false) OR (value.v = 'a' OR true)",)),
-        ("KEY.id < 3", "upsert", True, ("KEY.id < 3",)),
-        ("value.v = 'a'", "upsert", False, ("value.v = 'a'", "NOT coalesce(value IS NULL, false)")),
-        ("value.v = 'a'", "insert", True, ("value.v = 'a'",)),
+        (
+            "value.v = 'a' OR true",
+            "upsert",
+            True,
+            (f"{GONE} OR coalesce(value.v = 'a' OR true, false) OR (key.`id` IS NOT NULL)",),
+            f"{GONE} OR NOT (coalesce(value.v = 'a' OR true, false))",
+        ),
+        ("KEY.id < 3", "upsert", True, ("KEY.id < 3",), "value IS NULL"),
+        ("value.v = 'a'", "upsert", False, ("coalesce(value.v = 'a', false)", f"NOT {GONE}"), "value IS NULL"),
+        ("value.v = 'a'", "insert", True, ("value.v = 'a'",), "false"),
     ],
 )
-def test_a_delete_passes_a_condition_on_the_value(
-    where: str, mode: SinkMode, delete: bool, conditions: tuple[str, ...]
+def test_a_record_that_does_not_meet_a_condition_on_the_value_deletes_its_row(
+    where: str, mode: SinkMode, delete: bool, conditions: tuple[str, ...], deletes: str
 ) -> None:
     sink = Sink("shop", "sqlite", "shop.db", mode=mode, where=where, delete=delete)
-    assert layout_of(sink).where == conditions
+    made = layout_of(sink)
+    assert (made.where, made.delete_sql, made.update_sql) == (conditions, deletes, None)
+
+
+ENVELOPE = pa.struct(
+    [
+        ("before", ROW := pa.struct([("id", pa.int64()), ("v", pa.string()), ("n", pa.struct([("a", pa.string())]))])),
+        ("after", ROW),
+        ("op", pa.string()),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("where", "update"),
+    [
+        ("value.after.V = 'a'", "coalesce(value.after.`v` = '__not_sent', false)"),
+        ("value.after.id > 1 AND value.op <> 'r'", None),
+        ("key.id < 3", None),
+    ],
+)
+def test_a_value_that_was_not_sent_meets_no_condition_and_fails_none(where: str, update: str | None) -> None:
+    sink = Sink("shop", "sqlite", "shop.db", where=where)
+    sides = {"key": pa.struct([("id", pa.int64())]), "value": ENVELOPE}
+    table = SinkTable("Raw", "t", "rows", staged=False)
+    made = make_layout(sink, table, SqliteTarget(""), sides, "", {}, "__not_sent", {})
+    assert made.update_sql == update
+
+
+def test_a_field_that_a_staged_record_leaves_out_meets_no_condition_and_fails_none() -> None:
+    def schema(*names: str) -> str:
+        fields = [{"name": name, "type": ["null", "string"]} for name in names]
+        return json.dumps({"value": {"schema": {"type": "record", "name": "Row", "fields": fields}}})
+
+    sink = Sink("shop", "sqlite", "shop.db", where="value.v = 'a' AND value.n.a = 'b'")
+    sides = {"key": pa.struct([("id", pa.int64())]), "value": ROW}
+    table = SinkTable("Staging", "t", "rows", staged=True)
+    schemas = {"all": schema("id", "v", "n"), "some": schema("id", "v"), "none": schema("id")}
+    made = make_layout(sink, table, SqliteTarget(""), sides, "", schemas, None, {})
+    left_out = "coalesce(arrays_overlap(left_out, array('value.n', 'value.n.a', 'value.v')), false)"
+    assert made.update_sql == f"schema IN ('none', 'some') OR {left_out}"

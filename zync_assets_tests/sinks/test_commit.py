@@ -283,7 +283,7 @@ def test_raw_tables_are_written_as_they_are_and_envelopes_as_their_rows(
     it.ingest()
     write(it)
     assert rows(it) == [(1, "a", '{"a":1}'), (2, "b", '{"a":2}')]
-    # A delete has no value, and passes a condition on the value.
+    # A row that does not meet the condition is not there. A value that was not sent leaves a row where it is.
     assert rows(it, "SELECT id FROM some") == [(2,)]
     coordinates = "kafka_topic, kafka_partition, kafka_offset"
     assert rows(it, f"SELECT {coordinates}, id, name, twice FROM log") == [

@@ -10,7 +10,8 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zync_assets.sinks.fold import DELETE, OFFSET, OP, REPLACE, SET, UPSERT, Records, fold_all
+from zync_assets.sinks.fold import DELETE, OFFSET, OP, REPLACE, SET, UPDATE, UPSERT, Records, fold_all
+from zync_assets_tests.sinks.conformance import Update
 
 COLUMNS = ("a", "b", "c")
 TYPES = pa.schema([("k", pa.int64()), ("a", pa.int64()), ("b", pa.string()), ("c", pa.float64())])
@@ -18,21 +19,15 @@ TYPES = pa.schema([("k", pa.int64()), ("a", pa.int64()), ("b", pa.string()), ("c
 Change = tuple[int, dict[str, Any] | None]
 """A key, and the fields of a record; None: a tombstone."""
 
-CHANGES = st.lists(
-    st.tuples(
-        st.integers(0, 4),
-        st.none()
-        | st.fixed_dictionaries(
-            {},
-            optional={
-                "a": st.none() | st.integers(0, 9),
-                "b": st.none() | st.sampled_from("xyz"),
-                "c": st.none() | st.just(0.5),
-            },
-        ),
-    ),
-    max_size=30,
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "a": st.none() | st.integers(0, 9),
+        "b": st.none() | st.sampled_from("xyz"),
+        "c": st.none() | st.just(0.5),
+    },
 )
+CHANGES = st.lists(st.tuples(st.integers(0, 4), st.none() | FIELDS | FIELDS.map(Update)), max_size=30)
 
 
 def applied(rows: dict[int, dict[str, Any]], changes: list[Change]) -> dict[int, dict[str, Any]]:
@@ -41,7 +36,7 @@ def applied(rows: dict[int, dict[str, Any]], changes: list[Change]) -> dict[int,
     for key, fields in changes:
         if fields is None:
             rows.pop(key, None)
-        else:
+        elif key in rows or not isinstance(fields, Update):
             rows.setdefault(key, dict.fromkeys(COLUMNS)).update(fields)
     return rows
 
@@ -52,9 +47,10 @@ def merged(rows: dict[int, dict[str, Any]], folded: list[dict[str, Any]]) -> dic
     for change in folded:
         if change[OP] in (DELETE, REPLACE):
             rows.pop(change["k"], None)
-        if change[OP] != DELETE:
+        if change[OP] in (UPSERT, REPLACE) or (change[OP] == UPDATE and change["k"] in rows):
             is_set = change[SET] or "1" * len(COLUMNS)
-            own = {name: change[name] for name, mark in zip(COLUMNS, is_set, strict=True) if mark == "1"}
+            marks = "12" if change["k"] in rows else "1"
+            own = {name: change[name] for name, mark in zip(COLUMNS, is_set, strict=True) if mark in marks}
             rows.setdefault(change["k"], dict.fromkeys(COLUMNS)).update(own)
     return rows
 
@@ -66,6 +62,7 @@ def records(changes: list[Change], first: int) -> Records:
         np.array([fields is None for _, fields in changes], np.bool_),
         np.array([[name in (fields or {}) for name in COLUMNS] for _, fields in changes], np.bool_).reshape(-1, 3),
         np.arange(first, first + len(changes)),
+        np.array([isinstance(fields, Update) for _, fields in changes], np.bool_),
     )
 
 
@@ -80,4 +77,4 @@ def test_a_fold_is_what_its_records_do_one_by_one(before: list[Change], changes:
     assert merged(start, folded) == applied(start, changes)
     last = {key: at for at, (key, _) in enumerate(ordered)}
     assert {row["k"]: row[OFFSET] for row in folded} == last
-    assert {row[OP] for row in folded} <= {UPSERT, REPLACE, DELETE}
+    assert {row[OP] for row in folded} <= {UPSERT, UPDATE, REPLACE, DELETE}
