@@ -42,7 +42,8 @@ from zync_assets.etl.rules.output_schemas import parse_group
 from zync_assets.kafka.topics import known_limits, new_topic_config, topic_states
 from zync_assets.lake import staging
 from zync_assets.pipeline import Pipeline
-from zync_assets.publish.encoding import RowSchema, encoder_of, most_source_bytes, payloads, row_schema, without_fields
+from zync_assets.publish.encoding import RowSchema, encoder_of, payloads, row_schema, without_fields
+from zync_assets.publish.headers import MOST_SOURCES, most_source_bytes
 from zync_assets.spark.sql import name_sql, path_sql, text_sql
 
 if TYPE_CHECKING:
@@ -292,7 +293,7 @@ def suspect_sql(
         if sides:
             sizes = [size_sql(sql, type) for sql, type, _ in sides]
             if item.provenance:
-                sizes.append(f"size(source) * {most_source_bytes(labels.topics)}")
+                sizes.append(f"least(size(source), {MOST_SOURCES + 1}) * {most_source_bytes(labels.topics)}")
             schemas = max((_schema_bytes(topic, text) for text in kind.texts.values()), default=0)
             odd.append(f"{' + '.join(sizes)} + {schemas + _AROUND} > {min(LARGE, limits.get(topic, LARGE))}")
         if odd:

@@ -8,7 +8,7 @@ the pipeline file, which may have changed since.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zync_assets.codecs.arrays import list_of, pc, with_type
+from zync_assets.codecs.arrays import pc, with_type
 from zync_assets.codecs.avro.decoder import HEADER
 from zync_assets.codecs.batches import EncodedBatch
 from zync_assets.codecs.dispatch import Encoder, make_encoder
@@ -39,7 +39,8 @@ from zync_assets.lake.publication import PublishState, WrittenSchema
 from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, place_text
-from zync_assets.pipeline import SOURCE_HEADER, RegistryConfig
+from zync_assets.pipeline import RegistryConfig
+from zync_assets.publish.headers import sent_headers
 
 BATCH_RECORDS = 20_000
 
@@ -396,55 +397,3 @@ def encode_values(side: SideSchema, values: pa.Array) -> EncodedBatch:
 @lru_cache(maxsize=256)
 def encoder_of(side: SideSchema) -> Encoder:
     return make_encoder(side.format, side.schema, side.schema_id)  # type: ignore[arg-type]
-
-
-_ENTRY = HEADERS_TYPE.value_type
-
-
-def no_headers(count: int) -> pa.Array:
-    return pa.nulls(count, HEADERS_TYPE)
-
-
-def sent_headers(own: pa.Array | None, source: pa.Array | None, count: int) -> pa.Array:
-    """One array of HEADERS_TYPE, null where a row has no header.
-
-    ``own``: the staging table's column; ``source``: the raw records (structs of topic, partition, offset) where each is
-    to be a header: JSON, ``{"topic":"shop.orders","partition":0,"offset":7}``.
-    """
-    parts: list[tuple[np.ndarray, pa.Array]] = []
-    if own is not None and own.null_count < count:
-        parts.append((_lengths(own), own.flatten().cast(_ENTRY)))
-    if source is not None:
-        parts.append((_lengths(source), _entries(source.flatten())))
-    if not parts:
-        return no_headers(count)
-    lengths = np.sum([part for part, _ in parts], axis=0)
-    offsets = np.zeros(count + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    entries = pa.concat_arrays([part for _, part in parts])
-    if len(parts) > 1:
-        rows = np.concatenate([np.repeat(np.arange(count), part) for part, _ in parts])
-        entries = entries.take(pa.array(np.argsort(rows, kind="stable")))
-    return list_of(HEADERS_TYPE, offsets, entries, lengths > 0)
-
-
-def _lengths(lists: pa.Array) -> np.ndarray:
-    return pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _entries(places: pa.StructArray) -> pa.Array:
-    # A topic's name has no character that JSON would escape.
-    topic, partition, offset = (
-        pc.struct_field(places, name).cast(pa.string()) for name in ("topic", "partition", "offset")
-    )
-    texts = pc.binary_join_element_wise('{"topic":"', topic, '","partition":', partition, ',"offset":', offset, "}", "")
-    return pa.StructArray.from_arrays(
-        [pa.repeat(pa.scalar(SOURCE_HEADER), len(places)), texts.cast(pa.binary())], fields=list(_ENTRY)
-    )
-
-
-def most_source_bytes(topics: Iterable[str]) -> int:
-    """The most bytes that the header of one raw record takes. ``topics``: the possible topics of the record."""
-    longest = max((len(topic) for topic in topics), default=0)
-    # Two numbers, of 10 and of 19 digits, and the lengths of the header's name and value.
-    return len(SOURCE_HEADER) + len('{"topic":"","partition":,"offset":}') + longest + 10 + 19 + 10

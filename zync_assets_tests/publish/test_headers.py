@@ -21,7 +21,8 @@ from zync_assets.kafka.zero_copy import HEADERS
 from zync_assets.lake.publication import commit_publish_state, open_publish_state
 from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.local.services import Services
-from zync_assets.publish.encoding import header_differences, sent_headers
+from zync_assets.publish.encoding import header_differences
+from zync_assets.publish.headers import MOST_SOURCES, sent_headers
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 
 if TYPE_CHECKING:
@@ -158,6 +159,20 @@ def test_own_headers_come_before_those_of_provenance() -> None:
     assert made == [[{"key": "a", "value": b"1"}, {"key": "b", "value": None}, text], [text, text], None]
     assert sent_headers(own.slice(1), source.slice(1), 2).to_pylist() == made[1:]
     assert sent_headers(None, None, 2).to_pylist() == [None, None]
+
+
+def test_the_headers_of_many_raw_records_name_the_last_and_count_the_others() -> None:
+    def places(count: int) -> list[dict[str, Any]]:
+        return [{"topic": "t", "partition": 0, "offset": offset} for offset in range(count)]
+
+    own = pa.array([None, [{"key": "a", "value": b"1"}], None, None], HEADERS_TYPE)
+    source = pa.array([places(2), places(MOST_SOURCES + 5), places(MOST_SOURCES), places(MOST_SOURCES + 1)])
+    made = [[item["value"] for item in row] for row in sent_headers(own, source, 4).to_pylist()]
+    texts = [json.dumps(place, separators=(",", ":")).encode() for place in places(MOST_SOURCES + 5)]
+    assert made[0] == texts[:2]
+    assert made[1] == [b"1", b'{"more":5}', *texts[5:]]
+    assert made[2] == texts[:MOST_SOURCES]
+    assert made[3] == [b'{"more":1}', *texts[1 : MOST_SOURCES + 1]]
 
 
 def test_no_headers_and_none_are_one() -> None:
