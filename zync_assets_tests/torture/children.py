@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from zync_assets_tests.torture.plan import ChildPlan
+from zync_assets_tests.torture.plan import POOLS, ChildPlan
 from zync_assets_tests.torture.report import Tally
 from zync_assets_tests.torture.world import World
 
@@ -28,9 +28,13 @@ import sys
 from pathlib import Path
 import zync_assets.cli.run as run
 from zync_assets.etl.views import state_fold
+from zync_assets.pipeline import Pipeline
 state_fold.FILES = 6
 made = run.spark_session
 marker = Path(sys.argv.pop(1))
+first = sys.argv.pop(1)
+pools = Pipeline.staging_pools.fget
+Pipeline.staging_pools = property(lambda pipeline: sorted(pools(pipeline), key=lambda pool: pool != first))
 def marked(*settings, **how):
     session = made(*settings, **how)
     marker.touch()
@@ -40,7 +44,7 @@ from zync_assets.cli.main import main
 main()
 """
 """The command as it is, but that a file says when it has its Spark session: from then on a kill hits work. The state of views
-is folded after a few batches, and not after many."""
+is folded after a few batches, and not after many. ETL begins with one of the staging pools."""
 
 EXPECTED: dict[str, str] = {
     "broker unavailable": r"no Kafka broker answered|could not be reached",
@@ -80,7 +84,7 @@ class Instance(threading.Thread):
         marker.unlink(missing_ok=True)
         armed = {"ZYNC_CRASH": f"{plan.point}@{plan.count}"} if plan.end == "point" else {}
         options = ("--recreate", getattr(self.world.shop, plan.recreate)) if plan.recreate else ()
-        self.process = start(self.world.pipeline, plan.command, log, marker, armed, *options)
+        self.process = start(self.world.pipeline, plan.command, log, marker, armed, *options, pool=plan.pool)
         self._watch(self.process, plan, marker)
         code, text = self.process.wait(), log.read_text(errors="replace")
         self.process = None
@@ -123,10 +127,16 @@ class Instance(threading.Thread):
 
 
 def start(
-    pipeline: Path, command: str, log: Path, marker: Path, environment: dict[str, str], *options: str
+    pipeline: Path,
+    command: str,
+    log: Path,
+    marker: Path,
+    environment: dict[str, str],
+    *options: str,
+    pool: str = POOLS[0],
 ) -> subprocess.Popen[bytes]:
-    """Start a command in a session of its own, its output in ``log``."""
-    arguments = [sys.executable, "-c", _LAUNCH, str(marker), command, str(pipeline), *options]
+    """Start a command in a session of its own, its output in ``log``. ``pool``: the staging pool whose ETL is first."""
+    arguments = [sys.executable, "-c", _LAUNCH, str(marker), pool, command, str(pipeline), *options]
     with log.open("wb") as out:
         return subprocess.Popen(
             arguments, stdout=out, stderr=out, env={**os.environ, **environment}, start_new_session=True

@@ -47,6 +47,8 @@ POINTS: dict[str, tuple[str, ...]] = {
     ),
     "sink": ("sink:prepared", "sink:loaded", "sink:merging", "sink:merged"),
 }
+POOLS = ("Staging", "Views", "Events")
+"""The staging pools."""
 RECREATING = ("publish:topic-deleted", "publish:topic-created")
 OUTPUTS = ("new", "audit", "customers", "met", "changed")
 RARE = frozenset(
@@ -75,7 +77,8 @@ class ChildPlan:
     term     SIGTERM, ``delay`` seconds after it has its session
     itself   when it is done
 
-    ``recreate``: which of the output topics, ``new``, ``audit`` or ``customers``, it makes anew.
+    ``recreate``: which of the output topics it makes anew; ``pool``: the staging pool whose ETL is first. An end at a crash point
+    of ETL comes in that pool, and after a moment the others may not have begun.
     """
 
     command: str
@@ -84,6 +87,7 @@ class ChildPlan:
     count: int = 1
     delay: float = 0.0
     recreate: str = ""
+    pool: str = POOLS[0]
 
 
 @dataclass(frozen=True)
@@ -126,21 +130,23 @@ def children(seed: int, place: int) -> Iterator[ChildPlan]:
     """The processes that an instance runs one after the other."""
     dice = random.Random(f"{seed} children {place}")
     while True:
-        command = dice.choices(("run", "from-kafka", "etl", "to-kafka", "sink", "recreate"), (16, 4, 8, 12, 6, 1))[0]
-        if command == "recreate":
-            ends = [*(ChildPlan("to-kafka", "point", point) for point in RECREATING), ChildPlan("to-kafka", "itself")]
-            yield replace(dice.choices(ends, (1, 1, 8))[0], recreate=dice.choice(OUTPUTS))
-            continue
-        end = dice.choices(("point", "moment", "start", "term", "itself"), (60, 25, 3, 4, 8))[0]
-        if end == "point":
-            step = dice.choice(tuple(POINTS)) if command == "run" else command
-            weights = [0.1 if point in RARE else 1.0 for point in POINTS[step]]
-            count = dice.choice((1, 1, 2, 3)) if command == "run" else dice.choice((1, 1, 2))
-            yield ChildPlan(command, end, dice.choices(POINTS[step], weights)[0], count)
-        elif end == "start":
-            yield ChildPlan(command, end, delay=dice.uniform(0, 6))
-        else:
-            yield ChildPlan(command, end, delay=dice.uniform(0, 8))
+        yield replace(_child(dice), pool=dice.choice(POOLS))
+
+
+def _child(dice: random.Random) -> ChildPlan:
+    command = dice.choices(("run", "from-kafka", "etl", "to-kafka", "sink", "recreate"), (16, 4, 8, 12, 6, 1))[0]
+    if command == "recreate":
+        ends = [*(ChildPlan("to-kafka", "point", point) for point in RECREATING), ChildPlan("to-kafka", "itself")]
+        return replace(dice.choices(ends, (1, 1, 8))[0], recreate=dice.choice(OUTPUTS))
+    end = dice.choices(("point", "moment", "start", "term", "itself"), (60, 25, 3, 4, 8))[0]
+    if end == "point":
+        step = dice.choice(tuple(POINTS)) if command == "run" else command
+        weights = [0.1 if point in RARE else 1.0 for point in POINTS[step]]
+        count = dice.choice((1, 1, 2, 3)) if command == "run" else dice.choice((1, 1, 2))
+        return ChildPlan(command, end, dice.choices(POINTS[step], weights)[0], count)
+    if end == "start":
+        return ChildPlan(command, end, delay=dice.uniform(0, 6))
+    return ChildPlan(command, end, delay=dice.uniform(0, 8))
 
 
 def daemons(seed: int) -> Iterator[DaemonPlan]:
