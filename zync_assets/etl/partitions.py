@@ -25,9 +25,6 @@ from zync_assets.kafka.registry import Registry
 from zync_assets.lake.head import Head, OutputPosition, Partitioning
 from zync_assets.lake.staging import key_column, value_column
 from zync_assets.pipeline import Pipeline
-from zync_assets.pipeline_file.conditions import without_root
-from zync_assets.pipeline_file.expressions import SqlProblem
-from zync_assets.pipeline_file.references import in_lake_names, with_notes
 from zync_assets.publish.encoding import SideSchema, encode_values, registered, row_schema
 from zync_assets.spark.failures import fails, short
 from zync_assets.spark.sql import name_sql
@@ -181,6 +178,11 @@ def _short(text: str) -> str:
 def by_in_lake_names(by: str, kind: OutputType) -> str:
     """``partition-by`` with the lake's names for fields, and NULL for a side that no rule has made so far. EtlError for a name
     that may be two fields."""
+    # Spark's workers import this module. The parser of SQL would cost each of them memory.
+    from zync_assets.pipeline_file.conditions import without_root
+    from zync_assets.pipeline_file.expressions import SqlProblem
+    from zync_assets.pipeline_file.references import in_lake_names, with_notes
+
     columns = {"key": key_column(kind.topic), "value": value_column(kind.topic)}
     roots = {side: with_notes(kind.columns[name]) for side, name in columns.items() if name in kind.columns}
     try:

@@ -17,7 +17,6 @@ from zync_assets.errors import EtlError
 from zync_assets.lake import staging
 from zync_assets.lake.head import Head
 from zync_assets.pipeline import Pipeline, Rule
-from zync_assets.pipeline_file.conditions import are_apart
 
 _KEPT = "New records go by the new rules; staged outputs and their numbers stay as they are."
 
@@ -120,6 +119,9 @@ def _moves(rules: Sequence[tuple[int | None, Rule]]) -> Iterator[RuleChange]:
 
 def _may_share(one: Rule, other: Rule) -> bool:
     """Whether a record may be taken by either of two rules."""
+    # Spark's workers import this module. The parser of SQL would cost each of them memory.
+    from zync_assets.pipeline_file.conditions import are_apart
+
     return any(
         side.topic == another.topic and not are_apart(side.where, another.where)
         for side in one.sides
