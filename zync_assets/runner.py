@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from typing import TypeVar
 
 from zync_assets.conflicts import EVERYWHERE, Log, raise_first, retried
 from zync_assets.errors import (
@@ -43,6 +44,8 @@ from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging, sm
 from zync_assets.quarantine.replay import ReplayCommit, ReplayPlan, commit_drop, commit_replay, plan_drop, plan_replay
 from zync_assets.spark.session import Session
 from zync_assets.spark.tasks import MANY, side_by_side
+
+T = TypeVar("T")
 
 Progress = Callable[[str, int, int], None]
 """A function that receives the name of the present work, the finished amount, and the total (records or offsets)."""
@@ -94,21 +97,13 @@ def _ingest_to(
     once = cache(session)
     small, rest, errors = small_inputs(pipeline, once, topics, known.states)
     troubles += errors
-    works = [partial(ingest_once, pipeline, once, topic, known.states, first=first) for topic, first in small.items()]
-    together = side_by_side(once(), works) if works else iter(())
-    for topic, future in zip(small, together, strict=False):
-        try:
-            made, lag = future.result()
-            if made is not None:
-                progress(f"ingest {topic}", sum(part.end - part.first for part in made.ranges), lag)
-                yield made
-        except SparkLost:
-            # Perhaps another topic ended Spark's worker: this one is done again, alone.
-            rest.append(topic)
-        except EVERYWHERE:
-            raise
-        except ZyncError as error:
-            troubles.append(error)
+    works = {
+        topic: partial(ingest_once, pipeline, once, topic, known.states, first=first) for topic, first in small.items()
+    }
+    for topic, (made, lag) in _side_by_side(once, works, rest, troubles):
+        if made is not None:
+            progress(f"ingest {topic}", sum(part.end - part.first for part in made.ranges), lag)
+            yield made
     for topic in rest:
         total = done = 0
         try:
@@ -124,6 +119,29 @@ def _ingest_to(
             raise
         except ZyncError as error:
             troubles.append(error)
+
+
+def _side_by_side(
+    session: Session, works: Mapping[str, Callable[[], T]], rest: list[str], troubles: list[ZyncError]
+) -> Iterator[tuple[str, T]]:
+    """The topics whose works succeed, each with its result. ``works``: topic → its work.
+
+    A topic whose Spark job was lost is added to ``rest``. Another error of a topic is added to ``troubles``.
+    """
+    if not works:
+        return
+    for topic, future in zip(works, side_by_side(session(), list(works.values())), strict=True):
+        try:
+            made = future.result()
+        except SparkLost:
+            # Perhaps another topic ended Spark's worker. The caller works on this topic again, alone.
+            rest.append(topic)
+        except EVERYWHERE:
+            raise
+        except ZyncError as error:
+            troubles.append(error)
+        else:
+            yield topic, made
 
 
 def read_ends(pipeline: Pipeline, patience: float | None = None, snapshot: Snapshot | None = None) -> Survey:
@@ -366,22 +384,14 @@ def publish_all(
         troubles: list[ZyncError] = list(known.values())
     else:
         small, rest, troubles = small_outputs(pipeline, once, topics, patience)
-    works = [
-        partial(publish_once, pipeline, partial(read_output, pipeline, once, topic), first=first)
+    works = {
+        topic: partial(publish_once, pipeline, partial(read_output, pipeline, once, topic), first=first)
         for topic, first in small.items()
-    ]
-    together = side_by_side(once(), works) if works else iter(())
-    for topic, future in zip(small, together, strict=False):
-        try:
-            if (made := future.result()) is not None:
-                progress(f"publish {topic}", made.records, made.records)
-                yield made
-        except SparkLost:
-            rest.append(topic)
-        except EVERYWHERE:
-            raise
-        except ZyncError as error:
-            troubles.append(error)
+    }
+    for topic, made in _side_by_side(once, works, rest, troubles):
+        if made is not None:
+            progress(f"publish {topic}", made.records, made.records)
+            yield made
     for topic in rest:
         try:
             shown = partial(progress, f"publish {topic}")
