@@ -1,5 +1,7 @@
-"""What SQL targets share: the types of the lake as SQLAlchemy's, whether a column of a table holds the values of a type without
-loss, and the tables that zync keeps in a target: the positions of its sources, and the records that it refused.
+"""The parts that all SQL targets share.
+
+SQLAlchemy's types stand for the types of the lake. A check finds the columns that can't hold a type without loss. Two tables of
+zync lie in each target: the positions of the sources, and the records that the target refused.
 
 | the lake | PostgreSQL | SQLite |
 | --- | --- | --- |

@@ -239,8 +239,7 @@ def _run_shared(spark: SparkSession, tasks: int, requests: Sequence[_Request]) -
 
 
 def _outcome(work: Callable[[int], object], index: int) -> object:
-    """What a work returns, or the error that it raises. An error that is no ZyncError fails the works beside it no more than
-    another task's would."""
+    """The result of a work, or its error. An error of one work never fails the other works of the Spark task."""
     try:
         return work(index)
     except ZyncError as error:
