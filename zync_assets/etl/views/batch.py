@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -158,11 +158,17 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
     if not tables and not head.tables and not head.views:
         return None
     reader = StateReader(stage.spark, uri)
-    with _errors(stage.pool):
+    # A small batch is planned longer than it runs: its tables side by side, and the views while the state is written.
+    with _errors(stage.pool), ThreadPoolExecutor(max(1, len(tables)) if stage.small else 1) as background:
         with planned_once(stage.spark) if stage.small else nullcontext():
-            changes, kinds, facts = _changes(stage, tables, anew, reader, folder)
+            changes, kinds, facts, search = _changes(stage, tables, anew, reader, folder, background)
+        try:
+            rows, views = _results(stage, kinds, changes, anew, reader, columns)
+        finally:
+            # A row that can't be made fails the views too. The error of its table names the record.
+            with _failures(stage, search):
+                _wait(changes.values())
         crash_point("etl:state-written")
-        rows, views = _results(stage, kinds, changes, anew, reader, columns)
         after = {name: StateFiles() if name in anew else state_files(stage.state, tables[name]) for name in kinds}
         after |= {name: after[name] + change.files for name, change in changes.items()}
         events = EventRows(reader, kinds, after, stage.small)
@@ -186,10 +192,22 @@ def _is_unused(item: DataFile, tables: Iterable[Table]) -> bool:
     return is_state and item.group not in {group for table in tables for group in (table.versions, table.replaced)}
 
 
+def _wait(changes: Iterable[Change]) -> None:
+    """Wait until the files of all changes are written."""
+    for change in changes:
+        _ = change.files
+
+
 def _changes(
-    stage: Stage, tables: Mapping[str, Table], anew: Collection[str], reader: StateReader, folder: str
-) -> tuple[dict[str, Change], dict[str, TableType], list[Fact]]:
-    """Name of a table → its changes, of the tables that have some; the types of all tables with a schema; and the facts.
+    stage: Stage,
+    tables: Mapping[str, Table],
+    anew: Collection[str],
+    reader: StateReader,
+    folder: str,
+    background: Executor,
+) -> tuple[dict[str, Change], dict[str, TableType], list[Fact], Callable[[], Mapping[Place, Failure]]]:
+    """Name of a table → its changes, of the tables that have some; the types of all tables with a schema; the facts; and the
+    search for the records that fail.
 
     ``anew``: the tables whose state is made from all raw records.
     """
@@ -212,22 +230,20 @@ def _changes(
             sources[name] = kinds[name], stage.records(topic)
     parts = {name: (kind, record_rows(kind, frame, stage.ordering)) for name, (kind, frame) in sources.items()}
     placeholder = stage.pipeline.unavailable_value
-    found: dict[str, Change] = {}
-    with _failures(stage, lambda: table_failures(stage.spark, sources)):
+    search = partial(table_failures, stage.spark, sources)
+    with _failures(stage, search):
         records, facts = table_records(parts, placeholder, small=stage.small, measured=stage.measured)
 
         def written(at: int) -> Change:
             table = records[at].kind.table
             before = StateFiles() if table.name in anew else state_files(stage.state, table)
-            return write_changes(reader, records[at], before, f"{folder}/state-{at}", placeholder)
+            return write_changes(reader, records[at], before, f"{folder}/state-{at}", placeholder, background)
 
-        # A small batch is planned longer than it runs, and its tables side by side.
-        with ThreadPoolExecutor(max(1, len(records)) if stage.small else 1) as pool:
-            made = list(pool.map(written, range(len(records))))
+        made = list(background.map(written, range(len(records))))
         found = {each.kind.table.name: change for each, change in zip(records, made, strict=True)}
     # A rebuild takes no new records.
     facts = [*facts, *untyped_facts(untyped)] if stage.rebuild is None else []
-    return found, kinds, facts
+    return found, kinds, facts, search
 
 
 def _results(
