@@ -32,7 +32,8 @@ Columns = Callable[[np.ndarray[Any, Any]], pa.Array]
 _CITIES = np.array(["Amsterdam", "Berlin", "Copenhagen", "Dublin", "Edinburgh", "Florence", "Graz", "Hamburg"])
 
 
-def _record(name: str, *fields: tuple[str, Any]) -> dict[str, Any]:
+def record(name: str, *fields: tuple[str, Any]) -> dict[str, Any]:
+    """The Avro schema of a record."""
     return {"type": "record", "name": name, "fields": [{"name": field, "type": kind} for field, kind in fields]}
 
 
@@ -41,7 +42,7 @@ def texts(prefix: str, numbers: np.ndarray[Any, Any]) -> pa.Array:
     return pc.binary_join_element_wise(prefix, pa.array(numbers).cast(pa.string()), "")
 
 
-ORDER = _record(
+ORDER = record(
     "Order",
     ("id", "long"),
     ("customer", "string"),
@@ -70,7 +71,7 @@ def orders(numbers: np.ndarray[Any, Any]) -> pa.Array:
     return pa.StructArray.from_arrays(columns, [field["name"] for field in ORDER["fields"]])
 
 
-_ROW = _record(
+_ROW = record(
     "Row",
     ("id", "long"),
     ("customer", ["null", "string"]),
@@ -79,11 +80,11 @@ _ROW = _record(
     ("picture", ["null", "bytes"]),
     ("created", {"type": "long", "logicalType": "timestamp-micros"}),
 )
-ENVELOPE = _record(
+ENVELOPE = record(
     "Envelope",
     ("before", ["null", _ROW]),
     ("after", ["null", "Row"]),
-    ("source", _record("Source", ("table", "string"), ("lsn", ["null", "long"]), ("snapshot", ["null", "string"]))),
+    ("source", record("Source", ("table", "string"), ("lsn", ["null", "long"]), ("snapshot", ["null", "string"]))),
     ("op", "string"),
     ("ts_ms", ["null", "long"]),
 )

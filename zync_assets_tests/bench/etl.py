@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -13,7 +14,7 @@ import pyarrow as pa
 from zync_assets.lake import raw, storage
 from zync_assets.pipeline import Pipeline
 from zync_assets.runner import etl_all
-from zync_assets_tests.bench.data import EPOCH, Known, append_raw, opened_raw, texts
+from zync_assets_tests.bench.data import EPOCH, Known, append_raw, opened_raw, record, texts
 from zync_assets_tests.bench.table import time_row
 from zync_assets_tests.bench.world import TASKS, World
 
@@ -69,27 +70,35 @@ def append_invoices(
     invoices = numbers[numbers % paired == 0]
     lone = np.array([-1]) if orphan else np.array([], dtype=np.int64)
     keys = np.concatenate([lone, invoices])
-    values = pa.StructArray.from_arrays(
-        [
-            pa.array(["c"] * len(keys)),
-            pa.array(keys, pa.int64()),
-            texts("customer ", keys % 10_007),
-            texts("item ", keys % 101),
-        ],
-        ["op", "id", "customer", "item"],
-    )
-    made = _append(pipeline, "invoices", values, keys, step, known)
-    twice = np.repeat(numbers, 2)
-    created = np.arange(len(twice)) % 2 == 0
-    values = pa.StructArray.from_arrays(
-        [
-            pa.array(np.where(created, "c", "u")),
-            pa.array(twice, pa.int64()),
-            pa.array(np.where(created, "new", "paid")),
-        ],
-        ["op", "invoice", "status"],
-    )
-    return made + _append(pipeline, "statuses", values, twice, step, known)
+    made = _append(pipeline, "invoices", invoices_of(keys), keys, step, known)
+    records = np.arange(2 * first, 2 * end)
+    return made + _append(pipeline, "statuses", statuses_of(records), records // 2, step, known)
+
+
+INVOICE = record("Invoice", ("op", "string"), ("id", "long"), ("customer", "string"), ("item", "string"))
+STATUS = record("Status", ("op", "string"), ("invoice", "long"), ("status", "string"))
+
+
+def invoices_of(numbers: np.ndarray[Any, Any]) -> pa.Array:
+    """Values of INVOICE: the creations of these invoices."""
+    columns = [
+        pa.array(["c"] * len(numbers)),
+        pa.array(numbers, pa.int64()),
+        texts("customer ", numbers % 10_007),
+        texts("item ", numbers % 101),
+    ]
+    return pa.StructArray.from_arrays(columns, [field["name"] for field in INVOICE["fields"]])
+
+
+def statuses_of(records: np.ndarray[Any, Any]) -> pa.Array:
+    """Values of STATUS, two of each invoice: the creation of its status, and an update."""
+    is_update = records % 2 == 1
+    columns = [
+        pa.array(np.where(is_update, "u", "c")),
+        pa.array(records // 2, pa.int64()),
+        pa.array(np.where(is_update, "paid", "new")),
+    ]
+    return pa.StructArray.from_arrays(columns, [field["name"] for field in STATUS["fields"]])
 
 
 def _append(
