@@ -25,7 +25,7 @@ import pytest
 
 import zync_assets
 from zync_assets import pipeline_file
-from zync_assets.etl import pending
+from zync_assets.etl import ledger
 from zync_assets.lake import compaction, staging, storage, tables
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.raw_files import RangeWriter
@@ -115,7 +115,7 @@ def with_many_ledger_files(rig: Rig) -> None:
     rows = pa.concat_tables([pq.ParquetFile(folder / item.path).read() for item in state.ledger_files])
     assert rows.num_rows >= 10
     pieces = [rows.slice(place, 1) for place in range(rows.num_rows)]
-    pieces += [rows.slice(0, 0)] * (pending.FOLD_FILES + 1 - len(pieces))
+    pieces += [rows.slice(0, 0)] * (ledger.FOLD_FILES + 1 - len(pieces))
     made = []
     for place, piece in enumerate(pieces):
         path = f"{staging.ACCOUNT_FOLDER}/piece-{place}.parquet"

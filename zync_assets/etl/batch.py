@@ -15,8 +15,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import listed_frame
-from zync_assets.etl import pending as pending_records
-from zync_assets.etl import positions, retries, source_rows
+from zync_assets.etl import ledger, positions, retries, source_rows
 from zync_assets.etl.account import CHANGE, Labels, labels_of
 from zync_assets.etl.coalescence import finished
 from zync_assets.etl.failures import Failures
@@ -273,9 +272,9 @@ def check_rows(
     plan, state, labels = transform.plan, transform.plan.state, transform.labels
     held = {rule.name: rule for rule in transform.rules if rule.held}
     failed = {failure.place for failure in known.of(plan, old=True)}
-    ledger = state if state is not None and any(plan.head.waiting.values()) else None
+    waits_in = state if state is not None and any(plan.head.waiting.values()) else None
     rows, before = times.in_question(), np.array([], np.int64)
-    if ledger is not None:
+    if waits_in is not None:
         joining = {rule.name for rule in held.values() if rule.sides[0].keys}
         expired = {
             (item.topic, item.part.partition, offset)
@@ -283,13 +282,13 @@ def check_rows(
             for offset in range(item.part.first, item.part.end)
             if item.kind == "pending"
         }
-        before = pending_records.rows_before(ledger, times.single, times.completed, joining)
-        before = np.union1d(before, pending_records.rows_at(ledger, failed | expired))
+        before = ledger.rows_before(waits_in, times.single, times.completed, joining)
+        before = np.union1d(before, ledger.rows_at(waits_in, failed | expired))
     rows = np.union1d(rows, before)
     if not len(before if settled else rows):
         return
     records, rows, freed = source_rows.records_in_question(fetch, rows)
-    entries = pending_records.NO_ENTRIES if ledger is None else pending_records.pending_in(ledger, rows)
+    entries = ledger.NO_ENTRIES if waits_in is None else ledger.pending_in(waits_in, rows)
     waiting: frozenset[Place] = frozenset()
     if not failed and not plan.reopening.parts:
         plain, waits = source_rows.plainly_waiting(records, entries, freed, transform.held, labels)

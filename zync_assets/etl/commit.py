@@ -24,16 +24,16 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.etl import account, positions
 from zync_assets.etl.account import Labels
-from zync_assets.etl.arrivals import arrivals
 from zync_assets.etl.batch import JoinsChanged, RowsWait, Transform, check_rows, result_rows, transform_of
+from zync_assets.etl.due import begun, due_records
 from zync_assets.etl.encodability import EncodingFailures, size_limits, suspect_sql
-from zync_assets.etl.expiries import begun, expiries_of
 from zync_assets.etl.failure_search import find_failures
 from zync_assets.etl.failures import Failures, quarantined, undecoded_rows
 from zync_assets.etl.hold import NO_HOLD
+from zync_assets.etl.ledger import fold_ledger
 from zync_assets.etl.output_files import BucketWriter, Results
 from zync_assets.etl.partitions import Partitions, counts_of, topic_partitions, with_partition_columns
-from zync_assets.etl.pending import PendingRecords, fold_ledger
+from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, looking_again, with_parts, with_raw
 from zync_assets.etl.positions import Numbered, Outcome, new_counts, next_head, output_positions, table_schema
 from zync_assets.etl.rebuild import is_rebuilt, rebuild_account, rebuild_bounds, rebuild_rows, refuse_failures
@@ -222,10 +222,9 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
     """
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
     transform = transform_of(pipeline, batch)
-    expiries = expiries_of(transform)
-    again = [*arrivals(transform), *expiries.overdue]
-    batch = with_parts(batch, again, expiries.oldest)
-    transform = transform_of(pipeline, batch) if again else replace(transform, batch=batch)
+    due = due_records(transform)
+    batch = with_parts(batch, due.parts, due.oldest)
+    transform = transform_of(pipeline, batch) if due.parts else replace(transform, batch=batch)
     pending = PendingRecords(batch)
     known = Failures({one.place: one for one in overdue_failures(transform)})
     try:

@@ -12,21 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-import pyarrow as pa
-
-from zync_assets.codecs.arrays import pc
+from zync_assets.etl.ledger import waiting_since
 from zync_assets.etl.retries import ClassRange
-from zync_assets.lake import staging
-from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule
 
 MOST_OVERDUE = 10_000
 """Records of one batch whose wait is over. The next batch has the others."""
-
-_entries: RecentCache[tuple[str, str, int], pa.Table] = RecentCache(1_000_000)
-"""(place of a staging table, its id, batch) → the entries of ``waiting_entries``."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +63,6 @@ def present() -> int:
     return int(time.time() * 1000)
 
 
-def waiting_entries(state: StagingState) -> pa.Table:
-    """The pending records: topic, partition, first, rule, hash, text."""
-    place = state.table.uri, state.table_id, state.head.batch
-
-    def read() -> pa.Table:
-        entries = staging.read_ledger(state, ["pending", "completed"])
-        pending, completed = (entries.filter(pc.equal(entries["kind"], kind)) for kind in ("pending", "completed"))
-        names = ["topic", "partition", "first"]
-        waiting = pending.select([*names, "rule", "hash", "text"])
-        return waiting.join(completed.select(names), names, join_type="left anti")
-
-    return _entries.load(place, read, lambda found: 1 + found.num_rows)
-
-
 def waits_of(pipeline: Pipeline, pool: str, state: StagingState | None) -> Waits:
     """The waits of a staging pool at this time."""
     if state is None or not state.head.waits:
@@ -92,17 +71,15 @@ def waits_of(pipeline: Pipeline, pool: str, state: StagingState | None) -> Waits
     due = [rule for rule, since in oldest.items() if rule in most and since + most[rule] <= moment]
     if not due:
         return Waits((), oldest)
-    entries = waiting_entries(state)
     overdue: list[ClassRange] = []
     for rule in due:
-        own = entries.filter(pc.and_(pc.equal(entries["rule"], rule), pc.is_valid(entries["text"]))).sort_by("text")
-        late = own.filter(pc.less_equal(own["text"], time_text(moment - most[rule])))
-        late = late.slice(0, MOST_OVERDUE - len(overdue))
-        for row in late.to_pylist():
+        late, rest = waiting_since(state, rule, moment - most[rule] + 1)
+        each, most_more = late.sort_by("since").to_pylist(), MOST_OVERDUE - len(overdue)
+        for row in each[:most_more]:
             place = OffsetRange(row["partition"], row["first"], row["first"] + 1)
             overdue.append(ClassRange(row["topic"], "pending", rule, place))
-        rest = own.slice(late.num_rows, 1)["text"].to_pylist()
-        oldest[rule] = time_of(rest[0]) if rest else moment
+        known = [row["since"] for row in each[most_more : most_more + 1]]
+        oldest[rule] = known[0] if known else moment if rest is None else rest
     return Waits(tuple(overdue), oldest)
 
 

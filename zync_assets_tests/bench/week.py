@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zync_assets.etl import pending
+from zync_assets.etl import ledger
 from zync_assets.lake import compaction, publication, raw, raw_files, staging, storage, tables
 from zync_assets.lake.head import Head, OutputPosition, Position
 from zync_assets.lake.log import DataFile
@@ -225,7 +225,7 @@ class _Run:
         rows = [{"kind": "done", "topic": TOPIC, "partition": 0, "first": first, "end": self.end, "count": self.rate}]
         files = [staging.write_ledger(uri, f"{folder}/{staging.ACCOUNT_FOLDER}/part-0.parquet", rows)]
         files.append(self._outputs(uri, f"{folder}/topic={OUT}/part-0.parquet", first))
-        folded, removed = pending.fold_ledger(before) if before else ([], [])
+        folded, removed = ledger.fold_ledger(before) if before else ([], [])
         staging.commit_batch(self.lake, POOL, before, head, BASE_SCHEMA, [*files, *folded], removed)
         after = staging.open_staging(self.lake, POOL)
         assert after is not None

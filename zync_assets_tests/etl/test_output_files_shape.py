@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from zync_assets.checks.output_checks import run_all
-from zync_assets.etl import pending
+from zync_assets.etl import ledger
 from zync_assets.lake.quarantine_table import quarantined_records
 from zync_assets.local.services import Services
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
@@ -69,7 +69,7 @@ def test_outputs_are_mapped_and_filtered_and_those_that_waited_are_dropped(
     ]
     problems = [item.summary for item in run_all(it.pipeline) if item.severity == "error" and not item.passed]
     assert problems == []
-    monkeypatch.setattr(pending, "FOLD_FILES", 2)
+    monkeypatch.setattr(ledger, "FOLD_FILES", 2)
     it.send(it.right, row(13, "D"))
     it.step()
     assert it.ledger("completed") == []

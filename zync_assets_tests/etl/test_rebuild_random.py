@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zync_assets import pipeline_file
-from zync_assets.etl.waits import waiting_entries
-from zync_assets.lake.staging import open_staging
+from zync_assets.lake.staging import open_staging, read_ledger
 from zync_assets.local.services import Services
 from zync_assets_tests.etl.test_rebuild import rebuilt, rows, sound
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
@@ -76,8 +75,13 @@ def send(it: Mini, choice: random.Random, begin: int, count: int) -> int:
 def waiting(it: Mini) -> list[tuple[Any, ...]]:
     state = open_staging(it.lake, "Staging")
     assert state is not None
-    columns = ("topic", "first", "rule", "hash")
-    return sorted(tuple(item[name] for name in columns) for item in waiting_entries(state).to_pylist())
+    place, columns = ("topic", "partition", "first"), ("topic", "first", "rule", "hash")
+    entries = read_ledger(state, ["pending", "completed"]).to_pylist()
+    done = {tuple(item[name] for name in place) for item in entries if item["kind"] == "completed"}
+    pending = [
+        item for item in entries if item["kind"] == "pending" and tuple(item[name] for name in place) not in done
+    ]
+    return sorted(tuple(item[name] for name in columns) for item in pending)
 
 
 def fresh(it: Mini, folder: Path) -> Mini:

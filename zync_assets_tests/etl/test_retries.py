@@ -8,7 +8,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zync_assets.etl.pending import fold
+from zync_assets.etl.ledger import fold
 from zync_assets.etl.retries import ClassRange, Spans, spans_of, without
 from zync_assets.lake.staging import ACCOUNT_TYPE
 from zync_assets.offsets import OffsetRange

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from zync_assets.etl.account import Labels, Sources
 from zync_assets.etl.hold import decide
-from zync_assets.etl.pending import NO_ENTRIES
+from zync_assets.etl.ledger import NO_ENTRIES
 from zync_assets.etl.source_rows import (
     HeldRules,
     RowTimes,

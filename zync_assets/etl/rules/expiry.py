@@ -3,7 +3,7 @@
 A record that waits expires at the first record of the rule's inputs that is later than its own time by more than the duration.
 Within a batch, a record that came too late for another does not complete it. At the end of the batch, the clock is the newest
 time of the rule's inputs in the batch. The records that wait longer expire, whatever their keys. A batch takes the pending
-records of earlier batches that may expire as if they were new (``etl.expiries``). No other pending record expires.
+records of earlier batches that may expire as if they were new (``etl.due``). No other pending record expires.
 
 Without expiry, ranks pair the records of a key. Here a record that expires leaves its place to the next. A fold therefore goes
 through the records of a key in the order of outputs, and pairs each with the first that waits on the other side.

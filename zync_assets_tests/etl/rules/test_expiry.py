@@ -95,6 +95,19 @@ def places(model: Model, name: str) -> set[tuple[str, int, int]]:
 
 
 EXPIRING = JOIN.replace("    type: denorm", "    type: denorm\n    expire-after: $after\n    on-expire: $action")
+GROUPING = """
+transforms:
+  - name: join
+    type: group
+    expire-after: $after
+    on-expire: $action
+    records: {l: $left, r: $right}
+    group-by: value.id
+    complete-when: count(*) = 2
+    out: $out
+    key: first(l).key
+    value: {id: max(value.id), l: first(l).value.v, r: first(r).value.v}
+"""
 SENT = 1_700_000_000_000
 
 
@@ -173,3 +186,39 @@ def test_the_time_of_the_oldest_record_follows_the_records_that_wait(
     assert it.step() is not None
     assert it.classes(it.left) == {"done": 1, "pending": 2}
     assert dict(it.head.waits) == {"join": SENT + 50_000}
+
+
+@pytest.mark.slow
+def test_an_edit_lets_waiting_records_expire(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """Also an update, whose entry in the ledger has another text in place of its time."""
+    it = mini(services, spark, tmp_path, unique, BOTH + JOIN)
+    it.send(it.left, ("a", row(1, "a", "u")), ("b", row(2, "b")), times=[SENT, SENT + 50_000])
+    it.send(it.right, ("x", row(9, "x")), times=[SENT])
+    assert it.step() is not None
+    it = it.edited(with_expiry(EXPIRING, "1m", "drop"))
+    sent(it, it.right, "y", 8, 61)
+    assert it.step() is not None
+    assert it.classes(it.left) == {"expired": 1, "pending": 1}
+    assert it.classes(it.right) == {"expired": 1, "pending": 1}
+    assert sound(it)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [EXPIRING, GROUPING], ids=["denorm", "group"])
+def test_a_record_that_is_late_and_matched_again_counts_once(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, rule: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, with_expiry(rule, "1m", "drop"))
+    sent(it, it.left, "a", 1, 0)
+    sent(it, it.left, "b", 2, 50)
+    sent(it, it.right, "x", 9, 50)
+    assert it.step() is not None
+    sent(it, it.right, "y", 8, 61)
+    it.ingest()
+    assert it.etl(retry=Retry(waiting=("join",))) is not None
+    assert it.classes(it.left) == {"expired": 1, "pending": 1}
+    assert it.classes(it.right) == {"pending": 2}
+    assert dict(it.head.waiting) == {("join", it.left): 1, ("join", it.right): 2}
+    assert sound(it)

@@ -1,0 +1,135 @@
+"""Due records: pending records of earlier batches that go through the rules again, as new records do.
+
+arrived   A record that waits for a row goes through the rules again in the batch that brings a row with the values that the
+          record looks up. The ledger has the hash of these values.
+overdue   A record that may expire in the batch does so too, and with it every pending record of its group. The rule decides
+          which of them expire (``etl.rules.expiry``), and the others are pending again. The account's head has a time for
+          each rule: no record of the rule has an earlier time. A batch reads the ledger only if a record may expire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.etl import ledger
+from zync_assets.etl.batch import Transform
+from zync_assets.etl.failures import NONE
+from zync_assets.etl.retries import ClassRange
+from zync_assets.etl.rules import lookups
+from zync_assets.etl.rules.assignment import has_schema
+from zync_assets.etl.views.changes import record_rows
+from zync_assets.etl.views.event_rows import row_frames, row_sql
+from zync_assets.etl.views.tables import table_of, table_type
+from zync_assets.lake import raw
+from zync_assets.lake.staging import StagingState
+from zync_assets.pipeline import Rule
+from zync_assets.queries import Lookup
+from zync_assets.spark.sql import text_sql
+
+
+@dataclass(frozen=True)
+class Due:
+    """``parts``: the due records. ``oldest``: rule → the earliest time of its other pending records, in milliseconds."""
+
+    parts: tuple[ClassRange, ...] = ()
+    oldest: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+def due_records(transform: Transform) -> Due:
+    """The pending records that a batch looks at again."""
+    oldest = dict(transform.plan.waits.oldest)
+    parts = [*dict.fromkeys(_arrivals(transform)), *_overdue(transform, oldest)]
+    return Due(tuple(parts), oldest)
+
+
+def begun(transform: Transform) -> dict[str, int]:
+    """Rule → a time that no record of the batch is before, for rules whose records expire."""
+    found: dict[str, int] = {}
+    for rule in transform.rules:
+        times = [item.min_time or 0 for topic in rule.topics for item in transform.files.get(topic, ())]
+        if rule.expiry is not None and times:
+            found[rule.name] = min(times)
+    return found
+
+
+def _arrivals(transform: Transform) -> Iterator[ClassRange]:
+    """The waiting records for which the batch may have the row."""
+    plan = transform.plan
+    for rule in transform.rules:
+        for item in rule.lookups if _has_waiting(transform, rule) else ():
+            topic = item.table.topic
+            # A user may have asked to match all of them again.
+            again = (rule.name, rule.sides[0].topic) in plan.reopening.sides
+            if item.missing == "wait" and topic in transform.rows and plan.reads(topic) and not again:
+                assert plan.state is not None
+                yield from _arrived(transform, plan.state, rule, item)
+
+
+def _has_waiting(transform: Transform, rule: Rule) -> bool:
+    plan = transform.plan
+    return plan.state is not None and any(plan.head.waiting.get((rule.name, topic)) for topic in rule.topics)
+
+
+def _arrived(transform: Transform, state: StagingState, rule: Rule, item: Lookup) -> Iterator[ClassRange]:
+    rows = row_frames(rule, transform.rows, state)
+    sides = {side.name: transform.frames[side.topic] for side in rule.sides if side.topic in transform.frames}
+    if not rows or len(sides) < len(rule.sides) or not all(map(has_schema, sides.values())):
+        # The records wait for a schema, and go through the rules again when it is there.
+        return
+    types = lookups.key_types(rule, {**sides, **rows})[rule.lookups.index(item)]
+    topic, table = next(side.topic for side in rule.sides if side.name == item.side), item.table.topic
+    kind = table_type(table_of(item.table), transform.rows[table], state)
+    made = record_rows(kind, transform.stage(NONE).records(table), transform.ordering)
+    made = made.where("row IS NOT NULL").selectExpr(row_sql(rule, item, kind.state_row))
+    hashed = lookups.waiting_hash(item, lookups.row_keys(item, types), types)
+    hashes = made.selectExpr(f"{hashed} AS hash").where("hash IS NOT NULL").distinct()
+    names = f"{text_sql(rule.name)} AS rule", f"{text_sql(topic)} AS topic"
+    wanted = hashes.selectExpr(*names, "hash").toArrow().cast(ledger.WANTED)
+    places = ledger.look_up(state, wanted)
+    yield from _ranges(rule, ledger.search(state, wanted) if places is None else places)
+
+
+def _overdue(transform: Transform, oldest: dict[str, int]) -> Iterator[ClassRange]:
+    """The records that may expire. Sets ``oldest`` of their rules."""
+    for rule in transform.rules:
+        plan, state = transform.plan, transform.plan.state
+        # A user may have asked to match all of them again.
+        again = all(
+            (rule.name, topic) in plan.reopening.sides
+            for topic in rule.topics
+            if plan.head.waiting.get((rule.name, topic))
+        )
+        if rule.expiry is None or state is None or again:
+            continue
+        clock = max((item.max_time or 0 for topic in rule.topics for item in transform.files.get(topic, ())), default=0)
+        if rule.name in oldest and oldest[rule.name] + rule.expiry.after_ms >= clock:
+            continue
+        late, rest = ledger.waiting_since(state, rule.name, clock - rule.expiry.after_ms)
+        oldest[rule.name] = clock if rest is None else rest
+        yield from _ranges(rule, late if rule.group is None else _groups(state, rule, late))
+
+
+def _groups(state: StagingState, rule: Rule, late: pa.Table) -> pa.Table:
+    """The pending records of the groups of some records: a group expires as a whole, with its first record."""
+    hashes = pc.unique(late["hash"].drop_null())
+    each = [
+        pa.table([pa.repeat(rule.name, len(hashes)), pa.repeat(topic, len(hashes)), hashes], schema=ledger.WANTED)
+        for topic in rule.topics
+    ]
+    members = ledger.search(state, pa.concat_tables(each))
+    alone = late.filter(pc.is_null(late["hash"])).select(members.column_names)
+    return pa.concat_tables([members, alone])
+
+
+def _ranges(rule: Rule, entries: pa.Table) -> Iterator[ClassRange]:
+    """Pending records of a rule. ``entries``: with topic, partition and first."""
+    for place in entries.group_by(["topic", "partition"]).aggregate([]).to_pylist():
+        own = pc.and_(pc.equal(entries["topic"], place["topic"]), pc.equal(entries["partition"], place["partition"]))
+        offsets = entries.filter(own)["first"].to_numpy()
+        for part in raw.runs(place["partition"], np.sort(offsets)):
+            yield ClassRange(place["topic"], "pending", rule.name, part)

@@ -1,0 +1,349 @@
+"""The waiting records in the ledger: their look-up by hash and by age, and the fold of ledger files.
+
+A batch appends a ledger file, so that its commit never waits for history. The ledger has an entry for a record that becomes
+pending, and an entry ``completed`` when another record completes it, often in a later file. Every FOLD_FILES batches, a commit
+also replaces the small files by one: neighbouring ranges are merged, and completed records become ranges. A fold also merges two
+large files if this shortens them by a quarter.
+
+A search by age goes through large files a part at a time: memory holds what it finds, and not all records that wait.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.lake import staging, storage
+from zync_assets.lake.log import DataFile
+from zync_assets.lake.parquet_rows import RecentCache
+from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
+
+FOLD_FILES = 32
+"""Ledger files in the table before a commit folds them."""
+FOLD_SMALL_ENTRIES = 200_000
+"""Entries of a file up to which it takes part."""
+FOLD_ENTRIES = 600_000
+"""Entries that are folded at once, in half a second and some 200 MB; what is left is folded with the next batch. Of two large
+files twice as many."""
+FOLD_GAIN = 0.75
+"""Share of its entries that two large files keep, at the most, to be replaced."""
+_vain: RecentCache[frozenset[str], bool] = RecentCache(10_000)
+"""The paths of two large files that are not worth a fold. A ledger file never changes."""
+
+_WAITING = ("pending", "completed")
+
+
+def fold_ledger(state: StagingState, without: Collection[DataFile] = ()) -> tuple[list[DataFile], list[DataFile]]:
+    """Files to add and files to remove so that the ledger is short; both empty while it is short enough.
+
+    ``without``: files that the batch removes. The written file is invisible until a commit names it.
+    """
+    gone = {item.path for item in without}
+    files = [item for item in state.ledger_files if item.path not in gone]
+    small = [item for item in files if item.records <= FOLD_SMALL_ENTRIES]
+    if len(small) < FOLD_FILES:
+        return [], []
+    # Batches in their order: what waits in one is most often completed in one of the next.
+    small.sort(key=lambda item: item.path)
+    reach = np.cumsum([item.records for item in small])
+    chosen = small[: int(np.searchsorted(reach, FOLD_ENTRIES, side="right"))]
+    added = [_written(state, fold(staging.read_entries(state, chosen)))]
+    large = _large_pair(files)
+    if large is not None:
+        rows = fold(staging.read_entries(state, large))
+        if rows.num_rows <= FOLD_GAIN * sum(item.records for item in large):
+            return [*added, _written(state, rows)], [*chosen, *large]
+        _vain.put(frozenset(item.path for item in large), True)
+    return added, chosen
+
+
+def _large_pair(files: Sequence[DataFile]) -> list[DataFile] | None:
+    """Two large files that may be worth a fold; None if no two are."""
+    large = [item for item in files if item.records > FOLD_SMALL_ENTRIES]
+    for pair in combinations(sorted(large, key=lambda item: item.records), 2):
+        if sum(item.records for item in pair) > 2 * FOLD_ENTRIES:
+            continue
+        if frozenset(item.path for item in pair) not in _vain:
+            return list(pair)
+    return None
+
+
+def _written(state: StagingState, rows: pa.Table) -> DataFile:
+    path = f"{ACCOUNT_FOLDER}/folded-{uuid.uuid4().hex}.parquet"
+    return staging.write_entries(state.table.uri, path, rows)
+
+
+def fold(rows: pa.Table) -> pa.Table:
+    """The same facts in fewer ledger entries (columns of the account). Pending records come first, sorted by hash."""
+    waiting = rows.filter(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string())))
+    settled = rows.filter(pc.invert(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string()))))
+    pending, completed = (waiting.filter(pc.equal(waiting["kind"], kind)) for kind in _WAITING)
+    place = ["topic", "partition", "first"]
+    numbered = pending.append_column("at", pa.array(np.arange(pending.num_rows))).select([*place, "at"])
+    joined = numbered.join(completed.select([*place, "text"]), place, join_type="inner").combine_chunks()
+    places, classes = joined["at"].combine_chunks(), pc.fill_null(joined["text"], "done").combine_chunks()
+    done = pending.take(places)
+    open_pending = pending.filter(_mask(pending.num_rows, places)).sort_by("hash")
+    # Their pending entry is in another file.
+    open_completed = completed.join(pending.select(place), place, join_type="left anti").select(ACCOUNT_TYPE.names)
+    now_done = done.set_column(done.schema.get_field_index("kind"), "kind", classes)
+    with_text = settled.filter(pc.is_valid(settled["text"]))  # why a rule failed on this record: merging would lose it
+    ranges = _merged(pa.concat_tables([settled.filter(pc.is_null(settled["text"])), now_done]))
+    return pa.concat_tables([open_pending, open_completed, with_text, ranges])
+
+
+def _mask(length: int, without: pa.Array) -> pa.Array:
+    keep = np.ones(length, dtype=bool)
+    keep[without.to_numpy(zero_copy_only=False)] = False
+    return pa.array(keep)
+
+
+def _merged(rows: pa.Table) -> pa.Table:
+    """Account rows where touching ranges of the same class are merged into one range."""
+    kinds = pa.table({item.name: pa.array([], item.type) for item in ACCOUNT_TYPE}).schema
+    parts: list[pa.Table] = []
+    keys = rows.group_by(["kind", "topic", "partition"]).aggregate([]).to_pylist()
+    for key in keys:
+        own = rows.filter(
+            pc.and_(
+                pc.and_(pc.equal(rows["kind"], key["kind"]), pc.equal(rows["topic"], key["topic"])),
+                pc.equal(rows["partition"], key["partition"]),
+            )
+        ).sort_by("first")
+        first, end = (own[name].to_numpy() for name in ("first", "end"))
+        count = own["count"].to_numpy(zero_copy_only=False)
+        starts = np.flatnonzero(np.concatenate([[True], first[1:] != end[:-1]]))
+        ends = np.append(starts[1:], len(first)) - 1
+        size = len(starts)
+        known = np.add.reduceat(np.nan_to_num(count.astype(float)), starts).astype(np.int64)
+        whole = np.logical_and.reduceat(~np.isnan(count.astype(float)), starts)
+        columns: dict[str, pa.Array] = {
+            "kind": pa.repeat(key["kind"], size),
+            "topic": pa.repeat(key["topic"], size),
+            "partition": pa.repeat(pa.scalar(key["partition"], pa.int32()), size),
+            "first": pa.array(first[starts], pa.int64()),
+            "end": pa.array(end[ends], pa.int64()),
+            "count": pa.array(known, pa.int64(), mask=~whole),
+        }
+        parts.append(
+            pa.table({item.name: columns.get(item.name, pa.nulls(size, item.type)) for item in kinds}, schema=kinds)
+        )
+    return pa.concat_tables(parts) if parts else kinds.empty_table()
+
+
+Hashes = npt.NDArray[np.int64]
+"""Hashes of join keys."""
+Rows = npt.NDArray[np.int64]
+"""Hashes of source rows (see ``source_rows``)."""
+
+LOOKUP_ENTRIES = 6_000_000
+"""Entries of a ledger that is looked up here; they take some 50 bytes each."""
+
+PLACE = ["topic", "partition", "first"]
+_FIELDS = ["rule", *PLACE, "hash", "text", "row"]
+NO_ENTRIES = pa.schema([ACCOUNT_TYPE.field(name) for name in _FIELDS]).empty_table()
+"""No pending records."""
+WANTED = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("hash", pa.int64())])
+"""What is looked up."""
+
+
+@dataclass(frozen=True)
+class _Index:
+    """The pending records of a ledger file that have a hash of one kind. ``places``: their places in the file, in the order of
+    ``hashes``, which is sorted."""
+
+    hashes: Hashes
+    places: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, column: pa.ChunkedArray) -> _Index:
+        places = np.flatnonzero(pc.is_valid(column).to_numpy())
+        hashes = column.drop_null().to_numpy()
+        order = np.argsort(hashes, kind="stable")
+        return cls(hashes[order], places[order])
+
+    def find(self, wanted: Hashes) -> pa.Array:
+        """The places of the records with some hashes. ``wanted`` is sorted, each hash once."""
+        if len(self.hashes) < len(wanted):
+            at = np.minimum(np.searchsorted(wanted, self.hashes), len(wanted) - 1)
+            return pa.array(self.places[wanted[at] == self.hashes])
+        low, high = (np.searchsorted(self.hashes, wanted, side=side) for side in ("left", "right"))
+        spans = zip(low[low < high].tolist(), high[low < high].tolist(), strict=True)
+        return pa.array(self.places[[at for span in spans for at in range(*span)]], pa.int64())
+
+
+@dataclass(frozen=True)
+class _LedgerFile:
+    """The entries of a ledger file that tell which records wait. A ledger file never changes.
+
+    ``pending``: the fields of ``NO_ENTRIES``. ``completed``: the places (topic, partition, first) of records that wait no
+    more. ``keys``: the pending records by the hash of the join key. ``rows``: by the source row.
+    """
+
+    pending: pa.Table
+    completed: pa.Table
+    keys: _Index
+    rows: _Index
+
+    @property
+    def weight(self) -> int:
+        return 1 + self.pending.num_rows + self.completed.num_rows
+
+
+_files: RecentCache[str, _LedgerFile] = RecentCache(LOOKUP_ENTRIES)
+"""Ledger file → its entries."""
+_SCHEMAS = {"pending": NO_ENTRIES.schema, "completed": NO_ENTRIES.select(PLACE).schema}
+_PART = 65_536
+"""Entries of a large file in memory at once."""
+
+
+def _ledger_files(state: StagingState) -> list[_LedgerFile]:
+    """The entries of every ledger file; LakeError for a file that can't be read."""
+    return [_ledger_file(state.uri(item)) for item in state.ledger_files]
+
+
+def _ledger_file(uri: str) -> _LedgerFile:
+    def read() -> _LedgerFile:
+        rows = storage.read_file(uri, _columns("pending"))
+        pending, completed = _entries(rows, "pending").combine_chunks(), _entries(rows, "completed")
+        return _LedgerFile(pending, completed, _Index.of(pending["hash"]), _Index.of(pending["row"]))
+
+    return _files.load(uri, read, lambda item: item.weight)
+
+
+def _columns(kind: str) -> list[str]:
+    """The columns of a ledger file that entries of a kind need."""
+    return [f"account.{name}" for name in ("kind", *_SCHEMAS[kind].names)]
+
+
+def _entries(rows: pa.Table, kind: str) -> pa.Table:
+    """The entries of a kind. ``rows``: of a ledger file, with the columns of its kind."""
+    entries = rows.flatten()
+    entries = entries.rename_columns([name.removeprefix("account.") for name in entries.column_names])
+    if "row" not in entries.column_names:
+        # A file of an older version has no source rows.
+        entries = entries.append_column("row", pa.nulls(entries.num_rows, pa.int64()))
+    schema = _SCHEMAS[kind]
+    return entries.filter(pc.equal(entries["kind"], kind)).select(schema.names).cast(schema)
+
+
+def _parts(state: StagingState, kind: str) -> Iterator[pa.Table]:
+    """The entries of a kind, a part of the ledger at a time; LakeError for a file that can't be read.
+
+    Small files stay in memory for the next batch.
+    """
+    columns = _columns(kind)
+    for item in state.ledger_files:
+        uri = state.uri(item)
+        known = _files.get(uri) if item.records > FOLD_SMALL_ENTRIES else _ledger_file(uri)
+        if known is not None:
+            yield known.pending if kind == "pending" else known.completed
+        else:
+            yield from (_entries(rows, kind) for rows in storage.read_parts(uri, _PART, columns))
+
+
+def _waiting(found: pa.Table, completed: Iterable[pa.Table]) -> pa.Table:
+    """Those of the pending entries that are not among the completed ones."""
+    if not found.num_rows:
+        return found
+    firsts = np.unique(found["first"].to_numpy())
+
+    def known(item: pa.Table) -> pa.Table:
+        own = item["first"].to_numpy()
+        return item.filter(pa.array(firsts[np.minimum(np.searchsorted(firsts, own), len(firsts) - 1)] == own))
+
+    done = pa.concat_tables([NO_ENTRIES.select(PLACE), *map(known, completed)])
+    return found.join(done, PLACE, join_type="left anti").select(found.column_names)
+
+
+def look_up(state: StagingState, wanted: pa.Table) -> pa.Table | None:
+    """The places (rule, topic, partition, first) of what waits and has one of the ``wanted`` rules, topics and hashes.
+
+    None where the ledger is too long for this. LakeError for a file that can't be read.
+    """
+    if sum(item.records for item in state.ledger_files) > LOOKUP_ENTRIES:
+        return None
+    files, hashes = _ledger_files(state), np.unique(wanted["hash"].to_numpy())
+    found = [item.pending.take(item.keys.find(hashes)) for item in files] if len(hashes) else []
+    found = [each.join(wanted, ["rule", "topic", "hash"], join_type="left semi").select(_FIELDS) for each in found]
+    waiting = _waiting(pa.concat_tables([NO_ENTRIES, *found]), [item.completed for item in files])
+    return waiting.select(["rule", *PLACE])
+
+
+def search(state: StagingState, wanted: pa.Table) -> pa.Table:
+    """As ``look_up``, for a ledger of any length, a part of it at a time."""
+    keys = ["rule", "topic", "hash"]
+    found = [pending.join(wanted, keys, join_type="left semi").select(_FIELDS) for pending in _parts(state, "pending")]
+    waiting = _waiting(pa.concat_tables([NO_ENTRIES, *found]), _parts(state, "completed"))
+    return waiting.select(["rule", *PLACE])
+
+
+_NEXT = 1_000
+"""Records that wait longest among those that do not wait too long. One that is not completed tells when the next is late."""
+_AGED = pa.schema([("rule", pa.string()), *map(NO_ENTRIES.schema.field, [*PLACE, "hash"]), ("since", pa.int64())])
+
+
+def waiting_since(state: StagingState, rule: str, until: int) -> tuple[pa.Table, int | None]:
+    """The records that wait for a rule since before a time, with the column ``since``, and a time since which no other waits.
+
+    The times are milliseconds since the epoch. None if no other record waits since a known time.
+    """
+    late, rest = [_AGED.empty_table()], _AGED.empty_table()
+    for pending in _parts(state, "pending"):
+        own = pending.filter(pc.equal(pending["rule"], rule))
+        own = own.append_column("since", times_of(own["text"])).select(_AGED.names)
+        late.append(own.filter(pc.less(own["since"], until)))
+        rest = pa.concat_tables([rest, own.filter(pc.greater_equal(own["since"], until))])
+        rest = rest.take(pc.select_k_unstable(rest, min(_NEXT, rest.num_rows), [("since", "ascending")]))
+    found = _waiting(pa.concat_tables([*late, rest]), _parts(state, "completed"))
+    others = found.filter(pc.greater_equal(found["since"], until))
+    # Of those that wait longest, all may be completed: the others wait no longer than they did.
+    bound = pc.max(rest["since"]).as_py() if rest.num_rows == _NEXT else None
+    return found.filter(pc.less(found["since"], until)), pc.min(others["since"]).as_py() if others.num_rows else bound
+
+
+def times_of(texts: pa.ChunkedArray) -> pa.ChunkedArray:
+    """The times of pending entries, in milliseconds since the epoch: a number of a rule with an expiry, or a time of day of a
+    rule that looks up rows. Null for another text."""
+    moments, numbers = (
+        pc.if_else(pc.match_substring_regex(texts, form), texts, None)
+        for form in (r"^\d{4}-\d\d-\d\dT.*Z?$", r"^-?\d+$")
+    )
+    return pc.coalesce(numbers.cast(pa.int64()), moments.cast(pa.timestamp("ms", "UTC")).cast(pa.int64()))
+
+
+def pending_in(state: StagingState, rows: Rows) -> pa.Table:
+    """The pending records of source rows in the ledger: rule, topic, partition, first, hash, text, row. LakeError for a file
+    that can't be read."""
+    files, wanted = _ledger_files(state), np.unique(rows)
+    found = [item.pending.take(item.rows.find(wanted)) for item in files] if len(wanted) else []
+    return _waiting(pa.concat_tables([NO_ENTRIES, *found]), [item.completed for item in files])
+
+
+def rows_before(state: StagingState, single: Rows, completed: Rows, joining: Collection[str]) -> Rows:
+    """The source rows in which pending records of earlier batches matter.
+
+    They matter to the ``single`` rows, which have a record without a counterpart. Or they wait behind a record of the
+    ``completed`` rows. ``joining``: the rules with counterparts.
+    """
+    entries = pending_in(state, np.union1d(single, completed))
+    follows = pc.invert(pc.is_in(entries["rule"], pa.array(list(joining), pa.string())))
+    return entries.filter(pc.or_(follows, pc.is_in(entries["row"], pa.array(single))))["row"].to_numpy()
+
+
+def rows_at(state: StagingState, places: Collection[tuple[str, int, int]]) -> Rows:
+    """The source rows of pending records in the ledger."""
+    offsets = pa.array(sorted({offset for _, _, offset in places}), pa.int64())
+    rows: list[int] = []
+    for item in _ledger_files(state) if places else ():
+        near = item.pending.filter(pc.is_in(item.pending["first"], offsets)).to_pylist()
+        known = [entry for entry in near if entry["row"] is not None]
+        rows += [entry["row"] for entry in known if (entry["topic"], entry["partition"], entry["first"]) in places]
+    return np.array(rows, np.int64)
