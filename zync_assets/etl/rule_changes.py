@@ -34,6 +34,8 @@ class RuleChange:
 
 
 _PLACE = "place"
+_CONDITION = "condition"
+"""``complete-when`` alone. Fingerprints of earlier versions have it together with the aggregates of all parts."""
 
 
 def fingerprint(rule: Rule, place: int = 0) -> str:
@@ -51,6 +53,7 @@ def fingerprint(rule: Rule, place: int = 0) -> str:
         "lookup": [repr(item) for item in rule.lookups],
         "zed": repr(rule.zed.records) if rule.zed is not None else None,
         "complete-when": repr(rule.group) if rule.group is not None else None,
+        _CONDITION: rule.group.complete if rule.group is not None else None,
         "expire-after": repr(rule.expiry) if rule.expiry is not None else None,
         "explode": rule.explode,
     }
@@ -80,7 +83,7 @@ def rule_changes(rules: Iterable[Rule], head: Head) -> list[RuleChange]:
         renamed = before is None and rule.was is not None and rule.was in known
         if renamed:
             before = known.pop(rule.was or "")
-        parts = _differences(before, fingerprint(rule)) if before is not None else ()
+        parts = _differences(before, rule) if before is not None else ()
         if before is not None and rule.part_of is None:
             kept.append((json.loads(before).get(_PLACE), rule))
         changed = f"changed ({', '.join(parts)})"
@@ -129,9 +132,13 @@ def _may_share(one: Rule, other: Rule) -> bool:
     )
 
 
-def _differences(before: str, now: str) -> tuple[str, ...]:
-    old, new = json.loads(before), json.loads(now)
-    return tuple(name for name in {**old, **new} if name != _PLACE and old.get(name) != new.get(name))
+def _differences(before: str, rule: Rule) -> tuple[str, ...]:
+    """The keys of a rule whose digests differ, as the pipeline file spells them."""
+    old, new = json.loads(before), json.loads(fingerprint(rule))
+    ignored = {_PLACE, "complete-when" if _CONDITION in old and _CONDITION in new else _CONDITION}
+    names = {_CONDITION: "complete-when", "join-on": "join-on" if rule.group is None else "group-by"}
+    changed = [name for name in {**old, **new} if name not in ignored and old.get(name) != new.get(name)]
+    return tuple(names.get(name, name) for name in changed)
 
 
 def report_changes(pipeline: Pipeline, pool: str, head: Head, log: Callable[[str], object] | None) -> None:

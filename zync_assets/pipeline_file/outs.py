@@ -76,13 +76,27 @@ def parts(found: Sequence[Found | None], rule: Callable[[Found], Rule]) -> list[
     ]
 
 
+def former_name(fields: Fields, rule: Rule) -> str | None:
+    """The former name of a rule, or of its output."""
+    name = fields.text("was") if "was" in fields else None
+    if name is not None and rule.view is not None:
+        fields.problem("was", "belongs to a rule that records can wait for; the result of a renamed view is made again")
+    return name if name is None or rule.part_of is None else name + rule.name.removeprefix(rule.part_of)
+
+
 def check_parts(rules: Sequence[tuple[Rule, Fields]], outputs: Mapping[str, Output | None]) -> None:
-    """A problem for each output of a rule in another staging pool than the rule's first, and for several outputs to a topic whose
-    changes are merged."""
+    """A problem for each output of a rule in another staging pool than the rule's first, for several outputs to a topic whose
+    changes are merged, and for a rule with the name of an output of another."""
     pools = {topic: item.pool for topic, item in outputs.items() if item is not None}
-    firsts = {rule.name: rule for rule, _ in rules}
+    firsts = {rule.name: rule for rule, _ in rules if rule.part_of is None}
+    owners = {rule.name: rule.part_of for rule, _ in rules if rule.part_of is not None}
     for rule, fields in rules:
         output = outputs.get(rule.out)
+        if rule.part_of is None and rule.name in owners:
+            owner = owners[rule.name]
+            fields.problem(
+                "name", f"an output of rule {owner} is called `{rule.name}` in the account; choose another name"
+            )
         is_one = rule.view is None and rule.part_of is None and rule.explode is None and WHERE not in fields
         if output is not None and output.coalesce and not is_one:
             fields.problem("out", f"`{rule.out}` has coalesce: true, for rules with one output; remove it there")

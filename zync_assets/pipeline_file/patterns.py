@@ -60,7 +60,7 @@ def _rules(table: YamlTable, topics: Sequence[str], made: dict[str, list[str]]) 
         def title(item: Node, topic: str = topic) -> Node:
             return replace(item, text=f"{item.text} {topic}") if isinstance(item, Scalar) else item
 
-        yield _mapped(table, {"in": own, "out": named, "name": title})
+        yield _mapped(table, {"in": own, "out": named, "name": title, "was": title})
 
 
 def _outputs(table: YamlTable, made: Mapping[str, Sequence[str]]) -> Iterator[YamlTable]:

@@ -23,7 +23,17 @@ from zync_assets.pipeline_file.groups import GroupSection, group_rule, read_grou
 from zync_assets.pipeline_file.key import known_names
 from zync_assets.pipeline_file.keys import GROUP, SECTIONS, VIEW, Section, rule_keys
 from zync_assets.pipeline_file.lookups import read_lookups, with_rows
-from zync_assets.pipeline_file.outs import ITEM, WHERE, check_parts, each_output, held, parts, read_expiry, read_explode
+from zync_assets.pipeline_file.outs import (
+    ITEM,
+    WHERE,
+    check_parts,
+    each_output,
+    former_name,
+    held,
+    parts,
+    read_expiry,
+    read_explode,
+)
 from zync_assets.pipeline_file.source import YamlTable
 from zync_assets.pipeline_file.topics import Check, over, read_condition, read_headers, read_shape
 from zync_assets.pipeline_file.views import check_pools, read_query, read_view
@@ -187,7 +197,7 @@ def read_rules(
             fields.problem("name", f"the rule on line {names[name]} is called `{name}` already; names are unique")
         names.setdefault(name, fields.line_of("name"))
         placed += [
-            _Placed(replace(rule, was=_former_name(item.fields, rule)), item.fields)
+            _Placed(replace(rule, was=former_name(item.fields, rule)), item.fields)
             for item, rule in parts(rules, lambda item: item.rule)
         ]
     for item in placed:
@@ -201,13 +211,6 @@ def read_rules(
     for item, rule in zip(placed, made, strict=True):
         _check_formats(item, rule, inputs, outputs.get(rule.out))
     return made
-
-
-def _former_name(fields: Fields, rule: Rule) -> str | None:
-    name = fields.text("was") if "was" in fields else None
-    if name is not None and rule.view is not None:
-        fields.problem("was", "belongs to a rule that records can wait for; the result of a renamed view is made again")
-    return name
 
 
 def _composed(placed: Sequence[_Placed], outputs: Mapping[str, Output | None]) -> Iterator[Rule]:

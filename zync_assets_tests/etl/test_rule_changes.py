@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,40 @@ def test_an_edit_is_told_with_the_parts_that_changed(tmp_path: Path) -> None:
         "pool Staging: since batch 3, rule copy changed (where, value); rule more is new; rule join is gone. New records go by"
         " the new rules; staged outputs and their numbers stay as they are."
     )
+
+
+GATHER = (
+    "- {name: all, type: group, records: {a: A, b: B}, group-by: value.id, complete-when: count(*) = 2, out: C,"
+    " key: max(value.id), value: {n: max(value.n)}}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        ("value.id, complete", "value.n, complete", "group-by"),
+        ("count(*) = 2", "count(*) = 3", "complete-when"),
+        ("{n: max(value.n)}", "{n: min(value.n)}", "value"),
+    ],
+)
+def test_a_part_of_a_group_is_told_as_the_file_spells_it(tmp_path: Path, old: str, new: str, part: str) -> None:
+    (text,) = told(tmp_path, (GATHER,), GATHER.replace(old, new))
+    assert f"since batch 3, rule all changed ({part}). New" in text
+    # A fingerprint of an earlier version has the condition together with the aggregates.
+    (kept,) = fingerprints(read(tmp_path, GATHER).rules).values()
+    head = Head(
+        3, rules={"all": json.dumps({name: it for name, it in json.loads(kept).items() if name != "condition"})}
+    )
+    assert rule_changes(read(tmp_path, GATHER).rules, head) == []
+    (change,) = rule_changes(read(tmp_path, GATHER.replace("= 2", "= 3")).rules, head)
+    assert change.parts == ("complete-when",)
+
+
+def test_the_outputs_of_a_renamed_rule_are_not_told_by_themselves(tmp_path: Path) -> None:
+    outs = "[{topic: C, key: in.key, value: in.value}, {topic: C, key: in.key, value: null}]"
+    both = f"- {{name: NAME, type: stateless, in: A, out: {outs}}}\n"
+    said = told(tmp_path, (both.replace("NAME", "old"),), both.replace("NAME", "new, was: old"))
+    assert "since batch 3, rule new was old; rule new/2 was old/2. New" in said[0]
 
 
 def test_a_rule_that_passes_others_is_told_once(tmp_path: Path) -> None:

@@ -50,6 +50,15 @@ def test_a_pattern_and_a_list_make_a_rule_for_each_input_and_output(tmp_path: Pa
     )
 
 
+def test_the_former_name_of_a_pattern_and_of_a_list_is_that_of_each_rule(tmp_path: Path) -> None:
+    rules = loaded(tmp_path, FILE.replace("name: clean", "name: tidy\n    was: clean")).rules
+    assert [(rule.name, rule.was) for rule in rules[:3]] == [
+        ("tidy shop.orders", "clean shop.orders"),
+        ("tidy shop.orders/2", "clean shop.orders/2"),
+        ("tidy shop.lines", "clean shop.lines"),
+    ]
+
+
 def test_all_inputs_of_a_pattern_may_have_one_output(tmp_path: Path) -> None:
     text = FILE.partition("  - name: clean")[0].replace(
         '  - {topic: "{topic}.clean", pool: Staging, format: avro}\n', ""
@@ -81,6 +90,12 @@ def test_all_inputs_of_a_pattern_may_have_one_output(tmp_path: Path) -> None:
             "      - Items",
             15,
             "must list mappings of topic",
+        ),
+        (
+            "- {type: stateless, in: other, out: Items",
+            "- {name: clean shop.lines/2, type: stateless, in: other, out: Items",
+            18,
+            "an output of rule clean shop.lines is called `clean shop.lines/2` in the account; choose another name",
         ),
     ],
 )
