@@ -1,6 +1,7 @@
 """Groups, expiry, several outputs and merged changes in topics with three partitions: the real command, killed and run again.
 
-Each case dies at one crash point (as in ``test_crashes``) with records that expire, and goes on. The result is that of the model.
+Each case dies at one crash point after another (as in ``test_crashes``) with records that expire, and goes on. The result is that
+of the model.
 """
 
 from __future__ import annotations
@@ -23,19 +24,25 @@ if TYPE_CHECKING:
 
 AT_FIRST = ("etl:table-created", "publish:topic-created")
 """The points of the first batch."""
-LATER = (
+IN_ETL = (
     "etl:outputs-written",
     "etl:ledger-written",
     "etl:ledger-folded",
     "etl:head-written",
     "etl:committed",
+)
+"""The points of a batch that lets records of an earlier batch expire: until the last one, nothing is committed."""
+IN_PUBLISH = (
     "publish:window-announced",
-    "publish:produced",
     "publish:acknowledged",
     "publish:window-closed",
+    "publish:produced@2",
     "publish:verified",
 )
-"""The points of a batch that lets records of an earlier batch expire."""
+"""The points of a publisher, which begins with what the one before it left. The last one looks at the records of a killed
+publisher, and needs no records of its own."""
+ACTIONS = [("emit", "drop"), ("drop", "quarantine"), ("quarantine", "emit")]
+"""What becomes of the expired records of the group, and of the pairs."""
 RUN = ("run", "--until-idle")
 
 
@@ -50,23 +57,57 @@ def run(world: EventWorld, folder: Path, armed: str = "") -> int:
     return done.returncode
 
 
+def die(world: EventWorld, folder: Path, *points: str) -> None:
+    """Run the command once for each point, and see it die there."""
+    for point in points:
+        assert run(world, folder, point) == -signal.SIGKILL, (point, (folder / "zync.log").read_text())
+
+
+def finish(world: EventWorld, folder: Path) -> None:
+    """Run the command to its end: the result is that of the model."""
+    assert run(world, folder) == 0, (folder / "zync.log").read_text()
+    assert_equals_model(world)
+
+
+@pytest.fixture(params=ACTIONS, ids="-".join)
+def world(
+    request: pytest.FixtureRequest, services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> EventWorld:
+    return event_world(services, spark, tmp_path, unique, *request.param)
+
+
+def begin(world: EventWorld) -> None:
+    """A first batch is transformed and published in this process."""
+    world.send_batch(1, 0, 60)
+    assert world.it.step() is not None
+    list(publish_all(world.it.pipeline, lambda: world.it.spark, [f"{world.it.out}.{name}" for name in OUTPUTS]))
+    assert set(world.model.classes.values()) >= {"pending", "done"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("action", ["quarantine", "emit"])
-@pytest.mark.parametrize("point", [*AT_FIRST, *LATER])
-def test_a_run_that_died_goes_on(
-    services: Services, spark: SparkSession, tmp_path: Path, unique: str, point: str, action: str
-) -> None:
-    world = event_world(services, spark, tmp_path, unique, action, action)
-    if point in LATER:
-        world.send_batch(1, 0, 60)
-        assert world.it.step() is not None
-        list(publish_all(world.it.pipeline, lambda: spark, [f"{world.it.out}.{name}" for name in OUTPUTS]))
-        assert set(world.model.classes.values()) >= {"pending", "done"}
+def test_a_first_run_that_died_goes_on(world: EventWorld, tmp_path: Path) -> None:
     world.send_batch(2, SECONDS, 60)
-    for armed in ("publish:produced@2", point) if point == "publish:verified" else (point,):
-        assert run(world, tmp_path, armed) == -signal.SIGKILL, (tmp_path / "zync.log").read_text()
-    assert run(world, tmp_path) == 0, (tmp_path / "zync.log").read_text()
-    assert_equals_model(world)
-    if point in LATER and action == "quarantine":
-        assert "expired" in world.model.classes.values()
+    die(world, tmp_path, *AT_FIRST)
+    finish(world, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_batch_that_died_at_each_point_in_turn_goes_on(world: EventWorld, tmp_path: Path) -> None:
+    begin(world)
+    world.send_batch(2, SECONDS, 60)
+    die(world, tmp_path, *IN_ETL)
+    finish(world, tmp_path)
+    assert "expired" in world.model.classes.values()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_publisher_that_died_at_each_point_in_turn_goes_on(world: EventWorld, tmp_path: Path) -> None:
+    begin(world)
+    for number, point in enumerate(IN_PUBLISH, 1):
+        if point != IN_PUBLISH[-1]:
+            world.send_batch(1 + number, number * SECONDS, 40)
+        die(world, tmp_path, point)
+    finish(world, tmp_path)

@@ -134,7 +134,8 @@ def _may_share(one: Rule, other: Rule) -> bool:
 
 def _differences(before: str, rule: Rule) -> tuple[str, ...]:
     """The keys of a rule whose digests differ, as the pipeline file spells them."""
-    old, new = json.loads(before), json.loads(fingerprint(rule))
+    old: dict[str, object] = json.loads(before)
+    new: dict[str, object] = json.loads(fingerprint(rule))
     ignored = {_PLACE, "complete-when" if _CONDITION in old and _CONDITION in new else _CONDITION}
     names = {_CONDITION: "complete-when", "join-on": "join-on" if rule.group is None else "group-by"}
     changed = [name for name in {**old, **new} if name not in ignored and old.get(name) != new.get(name)]
