@@ -278,7 +278,7 @@ def _offsets(state: RawState, item: DataFile) -> npt.NDArray[np.int64]:
     return table.flatten().column(0).to_numpy()
 
 
-def commit_replay(
+def commit_replay_files(
     before: RawState, schema: pa.Schema, files: Sequence[DataFile], writers: Sequence[WriterSchema]
 ) -> None:
     """Commit the files of a replay, made for number ``before.replays + 1``; ``writers``: the writer schemas that are new.

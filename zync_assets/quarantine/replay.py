@@ -128,7 +128,7 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
         source = replace(task.source, key_type=result.key_type, value_type=result.value_type)
         writers, _ = schema_changes(item, source, result.new_schemas)
         # 4. Commit the files and the number of the replay together. The commit conflicts with any other replay.
-        raw.commit_replay(state, schema, result.files, writers)
+        raw.commit_replay_files(state, schema, result.files, writers)
     return ReplayCommit(item.topic, sum(file.records for file in result.files), result.reasons)
 
 

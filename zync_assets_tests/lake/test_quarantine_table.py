@@ -12,7 +12,7 @@ from zync_assets.audit.account import quarantined_offsets, read_quarantine
 from zync_assets.errors import CommitConflict, TableDamaged
 from zync_assets.lake.log import DataFile, list_files
 from zync_assets.lake.quarantine_table import add, file_name, quarantine_files, withdraw
-from zync_assets.lake.raw import RawAdvance, RawState, commit_advance, commit_replay, open_raw
+from zync_assets.lake.raw import RawAdvance, RawState, commit_advance, commit_replay_files, open_raw
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.storage import quarantine_uri, raw_uri
 from zync_assets.lake.tables import forget, open_table
@@ -191,7 +191,7 @@ def test_a_check_of_a_batch_reads_the_side_files_of_the_batch_alone(tmp_path: Pa
         commit(tmp_path, attempt, {0: until}, {0: len(bad)})
     before = state(tmp_path)
     assert before is not None
-    commit_replay(before, SCHEMA, [file(before.table.uri, records([7]), "replay-1")], [])
+    commit_replay_files(before, SCHEMA, [file(before.table.uri, records([7]), "replay-1")], [])
     now = state(tmp_path)
     assert now is not None
     every = [OffsetRange(0, 0, 15)]

@@ -20,7 +20,7 @@ from zync_assets.lake.raw import (
     RawState,
     WriterSchema,
     commit_advance,
-    commit_replay,
+    commit_replay_files,
     open_raw,
     raw_files,
     record_ranges,
@@ -131,7 +131,7 @@ def test_widening_does_not_let_a_writer_schema_take_the_number_of_another(tmp_pa
     put(tmp_path, None, range(5))
     before = state(tmp_path)
     replay = file(before.table.uri, records([2]), replay_name(1))
-    commit_replay(before, SCHEMA, [replay], [WriterSchema("value", 7, 0, 2, True)])
+    commit_replay_files(before, SCHEMA, [replay], [WriterSchema("value", 7, 0, 2, True)])
     wide = SCHEMA.append(pa.field("more", pa.string()))
     with pytest.raises(CommitConflict):
         put(tmp_path, before, range(5, 9), schema=wide, writers=[WriterSchema("value", 8, 0, 5, True)])

@@ -106,8 +106,8 @@ def test_a_replay_that_is_killed_at_any_point_goes_on_as_if_nothing_had_been(lat
     it.step()
     late.mend()
     for module, name, after in (
-        (raw, "commit_replay", False),
-        (raw, "commit_replay", True),
+        (raw, "commit_replay_files", False),
+        (raw, "commit_replay_files", True),
         (staging, "commit_batch", False),
     ):
         with breaking(module, name, after=after):
