@@ -107,7 +107,7 @@ def later(rig: Rig) -> None:
 
 
 def with_many_ledger_files(rig: Rig) -> None:
-    """As after many batches: the ledger is due to be folded."""
+    """As after many batches: the ledger is due to be compacted."""
     later(rig)
     state = staging.open_staging(rig.shop.pipeline.lake, "Staging")
     assert state is not None
@@ -115,7 +115,7 @@ def with_many_ledger_files(rig: Rig) -> None:
     rows = pa.concat_tables([pq.ParquetFile(folder / item.path).read() for item in state.ledger_files])
     assert rows.num_rows >= 10
     pieces = [rows.slice(place, 1) for place in range(rows.num_rows)]
-    pieces += [rows.slice(0, 0)] * (ledger.FOLD_FILES + 1 - len(pieces))
+    pieces += [rows.slice(0, 0)] * (ledger.COMPACTION_FILES + 1 - len(pieces))
     made = []
     for place, piece in enumerate(pieces):
         path = f"{staging.ACCOUNT_FOLDER}/piece-{place}.parquet"
@@ -197,7 +197,7 @@ CASES: dict[str, Case] = {
     "ingest:committed": Case(later),
     "etl:outputs-written": Case(at_first),
     "etl:ledger-written": Case(later),
-    "etl:ledger-folded": Case(with_many_ledger_files),
+    "etl:ledger-compacted": Case(with_many_ledger_files),
     "etl:head-written": Case(later),
     "etl:table-created": Case(at_first),
     "etl:columns-added": Case(later),

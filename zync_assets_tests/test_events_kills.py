@@ -27,7 +27,7 @@ AT_FIRST = ("etl:table-created", "publish:topic-created")
 IN_ETL = (
     "etl:outputs-written",
     "etl:ledger-written",
-    "etl:ledger-folded",
+    "etl:ledger-compacted",
     "etl:head-written",
     "etl:committed",
 )

@@ -113,7 +113,7 @@ CHAIN = {
 
 
 def test_the_test_file_of_a_module_has_the_modules_name() -> None:
-    """``etl/test_ledger.py`` and ``etl/test_ledger_fold.py`` test ``etl/ledger.py``."""
+    """``etl/test_ledger.py`` and ``etl/test_ledger_compaction.py`` test ``etl/ledger.py``."""
     tests = PACKAGE.parent / "zync_assets_tests"
     strays: list[str] = []
     for path in tests.rglob("test_*.py"):

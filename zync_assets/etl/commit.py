@@ -30,7 +30,7 @@ from zync_assets.etl.encodability import EncodingFailures, size_limits, suspect_
 from zync_assets.etl.failure_search import find_failures
 from zync_assets.etl.failures import Failures, quarantined, undecoded_rows
 from zync_assets.etl.hold import NO_HOLD
-from zync_assets.etl.ledger import fold_ledger
+from zync_assets.etl.ledger import compact_ledger
 from zync_assets.etl.output_files import BucketWriter, Results
 from zync_assets.etl.partitions import Partitions, counts_of, topic_partitions, with_partition_columns
 from zync_assets.etl.pending import PendingRecords
@@ -146,10 +146,10 @@ def _commit(pipeline: Pipeline, batch: EtlBatch, rules: Mapping[str, str]) -> Et
         )
         head = replace(next_head(plan, outputs, outcome), rules=rules)
 
-        # 5. Write the ledger files again from which records leave their class. Fold many ledger files into one.
+        # 5. Write the ledger files again from which records leave their class. Compact many ledger files into one.
         added, removed = _tidied_ledger(staged)
         if added:
-            crash_point("etl:ledger-folded")
+            crash_point("etl:ledger-compacted")
         if plan.recomputed is not None:
             head, added, removed = rebuild_account(pipeline, plan, head, staged.folder)
 
@@ -428,8 +428,8 @@ def _tidied_ledger(staged: Staged) -> tuple[list[DataFile], list[DataFile]]:
         return [], []
     added, removed = carve(plan.state, leaving) if leaving else ([], [])
     # Every batch may bring rows for pending records. The ledger gets short all the same.
-    folded, small = fold_ledger(plan.state, removed)
-    return [*added, *folded], [*removed, *small]
+    compacted, small = compact_ledger(plan.state, removed)
+    return [*added, *compacted], [*removed, *small]
 
 
 _WRITING = {

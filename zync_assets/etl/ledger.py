@@ -1,9 +1,9 @@
-"""The waiting records in the ledger: their look-up by hash and by age, and the fold of ledger files.
+"""The waiting records in the ledger: their look-up by hash and by age, and the compaction of ledger files.
 
 A batch appends a ledger file, so that its commit never waits for history. The ledger has an entry for a record that becomes
-pending, and an entry ``completed`` when another record completes it, often in a later file. Every FOLD_FILES batches, a commit
-also replaces the small files by one: neighbouring ranges are merged, and completed records become ranges. A fold also merges two
-large files if this shortens them by a quarter.
+pending, and an entry ``completed`` when another record completes it, often in a later file. Every COMPACTION_FILES batches, a
+commit also replaces the small files by one: neighbouring ranges are merged, and completed records become ranges. It also merges
+two large files if this shortens them by a quarter.
 
 A search by age goes through large files a part at a time: memory holds what it finds, and not all records that wait.
 """
@@ -25,50 +25,50 @@ from zync_assets.lake.log import DataFile
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
 
-FOLD_FILES = 32
-"""Ledger files in the table before a commit folds them."""
-FOLD_SMALL_ENTRIES = 200_000
+COMPACTION_FILES = 32
+"""Ledger files in the table before a commit compacts them."""
+SMALL_ENTRIES = 200_000
 """Entries of a file up to which it takes part."""
-FOLD_ENTRIES = 600_000
-"""Entries that are folded at once, in half a second and some 200 MB; what is left is folded with the next batch. Of two large
+COMPACTION_ENTRIES = 600_000
+"""Entries that are compacted at once, in half a second and some 200 MB; the next batch compacts what is left. Of two large
 files twice as many."""
-FOLD_GAIN = 0.75
+COMPACTION_GAIN = 0.75
 """Share of its entries that two large files keep, at the most, to be replaced."""
 _vain: RecentCache[frozenset[str], bool] = RecentCache(10_000)
-"""The paths of two large files that are not worth a fold. A ledger file never changes."""
+"""The paths of two large files that are not worth a compaction. A ledger file never changes."""
 
 _WAITING = ("pending", "completed")
 
 
-def fold_ledger(state: StagingState, without: Collection[DataFile] = ()) -> tuple[list[DataFile], list[DataFile]]:
+def compact_ledger(state: StagingState, without: Collection[DataFile] = ()) -> tuple[list[DataFile], list[DataFile]]:
     """Files to add and files to remove so that the ledger is short; both empty while it is short enough.
 
     ``without``: files that the batch removes. The written file is invisible until a commit names it.
     """
     gone = {item.path for item in without}
     files = [item for item in state.ledger_files if item.path not in gone]
-    small = [item for item in files if item.records <= FOLD_SMALL_ENTRIES]
-    if len(small) < FOLD_FILES:
+    small = [item for item in files if item.records <= SMALL_ENTRIES]
+    if len(small) < COMPACTION_FILES:
         return [], []
     # Batches in their order: what waits in one is most often completed in one of the next.
     small.sort(key=lambda item: item.path)
     reach = np.cumsum([item.records for item in small])
-    chosen = small[: int(np.searchsorted(reach, FOLD_ENTRIES, side="right"))]
-    added = [_written(state, fold(staging.read_entries(state, chosen)))]
+    chosen = small[: int(np.searchsorted(reach, COMPACTION_ENTRIES, side="right"))]
+    added = [_written(state, compacted(staging.read_entries(state, chosen)))]
     large = _large_pair(files)
     if large is not None:
-        rows = fold(staging.read_entries(state, large))
-        if rows.num_rows <= FOLD_GAIN * sum(item.records for item in large):
+        rows = compacted(staging.read_entries(state, large))
+        if rows.num_rows <= COMPACTION_GAIN * sum(item.records for item in large):
             return [*added, _written(state, rows)], [*chosen, *large]
         _vain.put(frozenset(item.path for item in large), True)
     return added, chosen
 
 
 def _large_pair(files: Sequence[DataFile]) -> list[DataFile] | None:
-    """Two large files that may be worth a fold; None if no two are."""
-    large = [item for item in files if item.records > FOLD_SMALL_ENTRIES]
+    """Two large files that may be worth a compaction; None if no two are."""
+    large = [item for item in files if item.records > SMALL_ENTRIES]
     for pair in combinations(sorted(large, key=lambda item: item.records), 2):
-        if sum(item.records for item in pair) > 2 * FOLD_ENTRIES:
+        if sum(item.records for item in pair) > 2 * COMPACTION_ENTRIES:
             continue
         if frozenset(item.path for item in pair) not in _vain:
             return list(pair)
@@ -76,11 +76,11 @@ def _large_pair(files: Sequence[DataFile]) -> list[DataFile] | None:
 
 
 def _written(state: StagingState, rows: pa.Table) -> DataFile:
-    path = f"{ACCOUNT_FOLDER}/folded-{uuid.uuid4().hex}.parquet"
+    path = f"{ACCOUNT_FOLDER}/compact-{uuid.uuid4().hex}.parquet"
     return staging.write_entries(state.table.uri, path, rows)
 
 
-def fold(rows: pa.Table) -> pa.Table:
+def compacted(rows: pa.Table) -> pa.Table:
     """The same facts in fewer ledger entries (columns of the account). Pending records come first, sorted by hash."""
     waiting = rows.filter(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string())))
     settled = rows.filter(pc.invert(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string()))))
@@ -242,7 +242,7 @@ def _parts(state: StagingState, kind: str) -> Iterator[pa.Table]:
     columns = _columns(kind)
     for item in state.ledger_files:
         uri = state.uri(item)
-        known = _files.get(uri) if item.records > FOLD_SMALL_ENTRIES else _ledger_file(uri)
+        known = _files.get(uri) if item.records > SMALL_ENTRIES else _ledger_file(uri)
         if known is not None:
             yield known.pending if kind == "pending" else known.completed
         else:

@@ -225,8 +225,8 @@ class _Run:
         rows = [{"kind": "done", "topic": TOPIC, "partition": 0, "first": first, "end": self.end, "count": self.rate}]
         files = [staging.write_ledger(uri, f"{folder}/{staging.ACCOUNT_FOLDER}/part-0.parquet", rows)]
         files.append(self._outputs(uri, f"{folder}/topic={OUT}/part-0.parquet", first))
-        folded, removed = ledger.fold_ledger(before) if before else ([], [])
-        staging.commit_batch(self.lake, POOL, before, head, BASE_SCHEMA, [*files, *folded], removed)
+        made, removed = ledger.compact_ledger(before) if before else ([], [])
+        staging.commit_batch(self.lake, POOL, before, head, BASE_SCHEMA, [*files, *made], removed)
         after = staging.open_staging(self.lake, POOL)
         assert after is not None
         staging.check_whole(after)

@@ -101,7 +101,7 @@ def test_what_waits_since_before_a_time_is_found_with_the_time_of_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
     if large:
-        monkeypatch.setattr(ledger, "FOLD_SMALL_ENTRIES", 0)
+        monkeypatch.setattr(ledger, "SMALL_ENTRIES", 0)
     lake = str(tmp_path)
     rows = [since(1, "500"), since(2, "90"), since(3, "1000"), since(4, "80", "other"), since(5, "80"), since(6, "-7")]
     # Texts of rules as they were before an edit: of a held output, and of a rule that looks up rows.
@@ -122,7 +122,7 @@ def test_what_waits_since_before_a_time_is_found_with_the_time_of_the_next(
 @pytest.mark.parametrize("large", [False, True])
 def test_a_search_finds_what_a_look_up_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
     if large:
-        monkeypatch.setattr(ledger, "FOLD_SMALL_ENTRIES", 0)
+        monkeypatch.setattr(ledger, "SMALL_ENTRIES", 0)
     lake = str(tmp_path)
     batch(lake, 1, *(entry("pending", at, at % 5 or None, "join", "tu"[at % 2]) for at in range(40)))
     state = batch(lake, 2, *(entry("completed", at, topic="tu"[at % 2]) for at in range(0, 40, 3)))

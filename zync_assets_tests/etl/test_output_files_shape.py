@@ -69,7 +69,7 @@ def test_outputs_are_mapped_and_filtered_and_those_that_waited_are_dropped(
     ]
     problems = [item.summary for item in run_all(it.pipeline) if item.severity == "error" and not item.passed]
     assert problems == []
-    monkeypatch.setattr(ledger, "FOLD_FILES", 2)
+    monkeypatch.setattr(ledger, "COMPACTION_FILES", 2)
     it.send(it.right, row(13, "D"))
     it.step()
     assert it.ledger("completed") == []

@@ -8,7 +8,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zync_assets.etl.ledger import fold
+from zync_assets.etl.ledger import compacted
 from zync_assets.etl.retries import ClassRange, Spans, spans_of, without
 from zync_assets.lake.staging import ACCOUNT_TYPE
 from zync_assets.offsets import OffsetRange
@@ -77,11 +77,11 @@ def test_exactly_what_is_taken_is_gone(
     assert offsets(without(rows, parts)) == expected
 
 
-def test_folding_keeps_why_a_rule_failed_on_each_record() -> None:
+def test_compaction_keeps_why_a_rule_failed_on_each_record() -> None:
     rows = ledger(
         [("quarantined", 0, 0, 1), ("quarantined", 0, 1, 2), ("quarantined", 0, 2, 3), ("quarantined", 0, 3, 4)]
     )
     texts = pa.array([None, "first", "second", None], pa.string())
     rows = rows.set_column(rows.schema.get_field_index("text"), "text", texts)
-    kept = sorted((row["first"], row["end"], row["text"]) for row in fold(rows).to_pylist())
+    kept = sorted((row["first"], row["end"], row["text"]) for row in compacted(rows).to_pylist())
     assert kept == [(0, 1, None), (1, 2, "first"), (2, 3, "second"), (3, 4, None)]

@@ -25,7 +25,7 @@ POINTS: dict[str, tuple[str, ...]] = {
         "etl:state-written",
         "etl:outputs-written",
         "etl:ledger-written",
-        "etl:ledger-folded",
+        "etl:ledger-compacted",
         "etl:head-written",
         "etl:table-created",
         "etl:columns-added",

@@ -1,4 +1,4 @@
-"""A ledger of many files is folded, no more entries at once than take a moment, batches in their order."""
+"""A ledger of many files is compacted, no more entries at once than take a moment, batches in their order."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def state(lake: str) -> StagingState:
 
 def facts(found: StagingState) -> set[tuple[object, ...]]:
     """(class, offset) of every record."""
-    rows = ledger.fold(staging.read_entries(found, found.ledger_files)).to_pylist()
+    rows = ledger.compacted(staging.read_entries(found, found.ledger_files)).to_pylist()
     return {(row["kind"], at) for row in rows for at in range(row["first"], row["end"])}
 
 
-def test_a_fold_takes_so_many_entries_and_goes_on_with_the_next_batch(
+def test_a_compaction_takes_so_many_entries_and_goes_on_with_the_next_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lake, head = str(tmp_path), Head(batch=1)
@@ -51,10 +51,10 @@ def test_a_fold_takes_so_many_entries_and_goes_on_with_the_next_batch(
     commit_batch(lake, POOL, None, head, BASE_SCHEMA, [file(lake, batch) for batch in batches])
     wanted = facts(state(lake))
     assert wanted == {("done", at) for at in range(78)} | {("pending", 78), ("pending", 79)}
-    monkeypatch.setattr(ledger, "FOLD_ENTRIES", 26)
+    monkeypatch.setattr(ledger, "COMPACTION_ENTRIES", 26)
     taken: list[int] = []
-    while (before := state(lake)) and (folded := ledger.fold_ledger(before))[0]:
-        added, removed = folded
+    while (before := state(lake)) and (made := ledger.compact_ledger(before))[0]:
+        added, removed = made
         taken.append(len(removed))
         head = replace(head, batch=head.batch + 1)
         commit_batch(lake, POOL, before, head, BASE_SCHEMA, added, removed)
@@ -64,13 +64,13 @@ def test_a_fold_takes_so_many_entries_and_goes_on_with_the_next_batch(
     assert len(before.ledger_files) == 29
 
 
-def test_two_large_files_are_folded_where_that_makes_them_shorter_and_are_tried_once(
+def test_two_large_files_are_compacted_where_that_makes_them_shorter_and_are_tried_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One large file has pending records, another file has their ``completed`` entries, and a third file has neither."""
     lake, uri = str(tmp_path), storage.staging_uri(str(tmp_path), POOL)
-    monkeypatch.setattr(ledger, "FOLD_SMALL_ENTRIES", 4)
-    monkeypatch.setattr(ledger, "FOLD_FILES", 2)
+    monkeypatch.setattr(ledger, "SMALL_ENTRIES", 4)
+    monkeypatch.setattr(ledger, "COMPACTION_FILES", 2)
 
     def entries(name: str, topic: str, kind: str) -> DataFile:
         rows = [
@@ -83,11 +83,11 @@ def test_two_large_files_are_folded_where_that_makes_them_shorter_and_are_tried_
     commit_batch(lake, POOL, None, Head(batch=1), BASE_SCHEMA, [*large, *(file(lake, batch) for batch in (7, 8))])
     wanted = facts(state(lake))
     reads: list[int] = []
-    real = ledger.fold
-    monkeypatch.setattr(ledger, "fold", lambda rows: (reads.append(rows.num_rows), real(rows))[1])
+    real = ledger.compacted
+    monkeypatch.setattr(ledger, "compacted", lambda rows: (reads.append(rows.num_rows), real(rows))[1])
     for batch in range(2, 6):
         before = state(lake)
-        added, removed = ledger.fold_ledger(before)
+        added, removed = ledger.compact_ledger(before)
         more = [file(lake, 10 * batch + at) for at in (1, 2)]
         wanted |= facts(replace(before, files=tuple(more)))
         commit_batch(lake, POOL, before, Head(batch=batch), BASE_SCHEMA, [*added, *more], removed)
@@ -95,7 +95,7 @@ def test_two_large_files_are_folded_where_that_makes_them_shorter_and_are_tried_
     paths = {item.path for item in found.ledger_files}
     assert [item.path in paths for item in large] == [False, False, True]
     assert sum(count == 20 for count in reads) <= 3
-    monkeypatch.setattr(ledger, "fold", real)
-    assert {fact for fact in facts(found) if fact[0] == "done" or fact[1] < 20} >= {
+    monkeypatch.setattr(ledger, "compacted", real)
+    assert {fact for fact in facts(found) if fact[0] == "done" or int(str(fact[1])) < 20} >= {
         ("done", at) for at in range(0, 20, 2)
     }
