@@ -1,14 +1,15 @@
 """The module that Dagster loads: the asset graph of one pipeline. Needs no network and no JVM.
 
-Two environment variables configure the module. ``ZYNC_PIPELINE`` is the pipeline file; default: the demo's file, with the
-services and the lake of `zync demo`. ``ZYNC_SENSOR`` is ``running`` or ``stopped``, the sensor's state at the start; default:
-running for the demo's file only.
+Two environment variables configure the module. ``ZYNC_PIPELINE`` is the pipeline file; default: the first demo's file. A file of
+the folder ``demo`` has the services and the lake of `zync demo`, unless the environment names others. ``ZYNC_SENSOR`` is
+``running`` or ``stopped``, the sensor's state at the start; default: running for the demo's files only.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from dagster import Definitions, in_process_executor
@@ -25,11 +26,13 @@ def load_definitions(env: Mapping[str, str] = os.environ) -> Definitions:
     Raises PipelineFileError for a broken file; SetupError where there is none, or for a ZYNC_SENSOR that is neither.
     """
     named = env.get("ZYNC_PIPELINE")
-    sensor = env.get("ZYNC_SENSOR") or ("stopped" if named else "running")
-    if sensor not in ("running", "stopped"):
-        raise SetupError(f"ZYNC_SENSOR is {sensor!r}; it must be running or stopped.")
+    if env.get("ZYNC_SENSOR") not in (None, "", "running", "stopped"):
+        raise SetupError(f"ZYNC_SENSOR is {env['ZYNC_SENSOR']!r}; it must be running or stopped.")
     path = _found(Path(named).expanduser()) if named else demo_folder() / "invoices.yaml"
-    pipeline = load(path, env if named else demo_environment())
+    is_demo = not named or _is_demo(path)
+    sensor = env.get("ZYNC_SENSOR") or ("running" if is_demo else "stopped")
+    own = env if named else {}
+    pipeline = load(path, {**demo_environment(), **own} if is_demo else env)
     made = build_definitions(pipeline, sensor_running=sensor == "running")
     # Nothing else is here: what is materialised without one of the jobs, as in Dagster's UI, has one Spark session too.
     return Definitions.merge(made, Definitions(executor=in_process_executor))
@@ -41,6 +44,13 @@ def _found(path: Path) -> Path:
         if place.is_file():
             return place
     raise SetupError(f"ZYNC_PIPELINE is {path}, and there is no such file (looked in {Path.cwd()}).")
+
+
+def _is_demo(path: Path) -> bool:
+    """Whether a pipeline file is one of the demos."""
+    with suppress(SetupError):
+        return path.resolve().parent == demo_folder().resolve()
+    return False
 
 
 defs = load_definitions()

@@ -14,6 +14,7 @@ import yaml
 from dagster import DagsterInstance, DefaultSensorStatus, Definitions
 from dagster._core.workspace.load_target import PyProjectFileTarget
 
+from zync_assets import definitions as module
 from zync_assets.definitions import load_definitions
 from zync_assets.errors import PipelineFileError, SetupError
 
@@ -118,6 +119,17 @@ def test_without_a_name_it_is_the_demo_with_its_sensor_on(tmp_path: Path) -> Non
         " warehouse/NewInvoices"
     )
     assert status == "RUNNING"
+
+
+def test_another_demo_has_the_services_of_the_demo_and_its_sensor_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    services = {
+        "KAFKA_BOOTSTRAP_SERVERS": "127.0.0.1:1",
+        "SCHEMA_REGISTRY_URL": "http://127.0.0.1:2",
+        "ZYNC_LAKE": "/tmp/lake",
+    }
+    monkeypatch.setattr(module, "demo_environment", lambda: services)
+    definitions = load_definitions({"ZYNC_PIPELINE": "demo/orders.yaml"})
+    assert definitions.resolve_sensor_def("zync_orders").default_status == DefaultSensorStatus.RUNNING
 
 
 ROOT = Path(__file__).parents[1]

@@ -228,9 +228,10 @@ def what_next(running: Services, demo: Demo, folder: Path) -> str:
         path.relative_to(here) if here == checkout else path for path in (file, checkout / "workspace.yaml")
     )
     names = " ".join(f"{name}={value}" for name, value in addresses(running).items())
+    named = "" if demo is INVOICES else f"ZYNC_PIPELINE={shlex.quote(str(file))} "
     return (
         "\nThe broker, the registry and the lake are still there."
-        f"\n  the asset graph:  dagster dev -w {shlex.quote(str(workspace))}    (then open http://127.0.0.1:3000)"
+        f"\n  the asset graph:  {named}dagster dev -w {shlex.quote(str(workspace))}    (then open http://127.0.0.1:3000)"
         f"\n  go on by hand:    export {names}"
         f"\n                    zync status {shlex.quote(str(file))}"
         "\n  stop, or remove:  zync demo --stop       zync demo --clean"

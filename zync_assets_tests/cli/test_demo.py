@@ -112,3 +112,5 @@ def test_the_commands_at_the_end_name_files_that_are_there(
     workspace, file = re.findall(r"dagster dev -w (\S+)|zync status (\S+)", text)
     assert Path(workspace[0]).is_file() and Path(file[1]).is_file()
     assert Path(file[1]).is_absolute() == elsewhere
+    assert f"ZYNC_PIPELINE={file[1]} dagster dev" in text
+    assert "ZYNC_PIPELINE" not in what_next(running, INVOICES, demo_folder())
