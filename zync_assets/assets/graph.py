@@ -78,8 +78,8 @@ def source(names: Names, labels: AssetLabels, topic: str) -> AssetSpec:
         names.topic_key(topic),
         description=(
             f"The Kafka topic **{topic}**, as its producer writes it (keys: {item.key.format}, values:"
-            f" {item.value.format}). zync only reads it. What it holds of each range, and how far {pool_path(item.pool, topic)}"
-            " is behind, is reported here."
+            f" {item.value.format}). zync only reads the topic. The metadata tells how many records each range has, and how far"
+            f" {pool_path(item.pool, topic)} is behind."
         ),
         partitions_def=raw_definition(names, topic),
         group_name=labels.group(SOURCES),
@@ -106,9 +106,8 @@ def raw(names: Names, labels: AssetLabels, topic: str) -> AssetsDefinition:
                 dagster_type=RawBatch,
                 io_manager_key=names.resource("pool_io"),
                 description=(
-                    f"The raw table of topic **{topic}**: every record once, keys and values as typed columns. A range"
-                    " that is complete is verified when it is materialised again; the open one goes on to the"
-                    " topic's end."
+                    f"The raw table of topic **{topic}**: every record once, keys and values as typed columns. To"
+                    " materialise a complete range again verifies the range. The last range grows to the topic's end."
                 ),
                 group_name=labels.group(item.pool),
                 kinds={"deltalake", "spark"},
@@ -203,8 +202,8 @@ def publication(names: Names, labels: AssetLabels, item: Output) -> AssetsDefini
                 dagster_type=OutputBatch,
                 io_manager_key=names.resource("kafka_io"),
                 description=(
-                    f"The Kafka topic **{item.topic}**, for whoever consumes it (keys: {item.key.format}, values:"
-                    f" {item.value.format}). Its record at offset k is record k of {pool_path(item.pool, item.topic)}."
+                    f"The Kafka topic **{item.topic}** for its consumers (keys: {item.key.format}, values:"
+                    f" {item.value.format}). The record at offset k is record k of {pool_path(item.pool, item.topic)}."
                 ),
                 group_name=labels.group(TARGETS),
                 kinds={"kafka", item.value.format},
@@ -270,8 +269,8 @@ def _staging_out(names: Names, labels: AssetLabels, item: Output) -> AssetOut:
         dagster_type=EtlBatch,
         io_manager_key=names.resource("pool_io"),
         description=(
-            f"What goes to topic **{item.topic}**, numbered as it will be there, each record with its sources."
-            f" Made by {rules or 'no rule'}."
+            f"The records for topic **{item.topic}**. The number of a record is its offset in the topic, and its sources"
+            f" are the records that it was made from. Rules: {rules or 'none'}."
         ),
         group_name=labels.group(item.pool),
         kinds={"deltalake", "spark"},
