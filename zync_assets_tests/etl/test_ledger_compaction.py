@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zync_assets.etl import ledger
-from zync_assets.lake import staging, storage
+from zync_assets.lake import staging, storage, tampering
 from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.staging import BASE_SCHEMA, StagingState, commit_batch, open_staging, write_ledger
@@ -56,6 +56,7 @@ def test_a_compaction_takes_so_many_entries_and_goes_on_with_the_next_batch(
     while (before := state(lake)) and (made := ledger.compact_ledger(before))[0]:
         added, removed = made
         taken.append(len(removed))
+        assert tampering.strange_file(before.table, added) is None
         head = replace(head, batch=head.batch + 1)
         commit_batch(lake, POOL, before, head, BASE_SCHEMA, added, removed)
         assert facts(state(lake)) == wanted
