@@ -35,7 +35,15 @@ from zync_assets.etl.rules.output_schemas import (
     written_forms,
 )
 from zync_assets.etl.rules.parts import ITEM, item_frame
-from zync_assets.etl.rules.shapes import Question, check_headers, own_type, shape_type, unify, void_fields
+from zync_assets.etl.rules.shapes import (
+    Question,
+    check_headers,
+    expression_type,
+    own_type,
+    shape_type,
+    unify,
+    void_fields,
+)
 from zync_assets.kafka.registry import subject_name
 from zync_assets.lake import staging
 from zync_assets.lake.raw_files import HEADERS_TYPE
@@ -178,11 +186,9 @@ def questions(rules: Iterable[Rule], frames: Mapping[str, DataFrame]) -> list[Qu
         for side in rule.sides:
             found += [({side.name: sides[side.name]}, f"({sql})") for sql in side.keys]
             found += [({"": sides[side.name]}, f"({side.where})")] if side.where is not None else []
-        found += (
-            []
-            if rule.group is not None or rule.explode is not None
-            else [(sides, shape_sql(rule.key)), (sides, shape_sql(rule.value))]
-        )
+        if rule.group is None and rule.explode is None:
+            found += [(sides, shape_sql(rule.key)), (sides, shape_sql(rule.value))]
+            found += [(sides, f"({rule.keep})")] if rule.keep is not None else []
     return found
 
 
@@ -235,6 +241,11 @@ def _rule_types(
         sides |= {ITEM: item_frame(sides, rule)}
     if rule.headers is not None:
         check_headers(sides, rule.headers, rule.name)
+    if rule.keep is not None:
+        place = f"where of output {rule.out}"
+        kind = expression_type(sides, f"({rule.keep})", rule.name, place).simpleString()
+        if kind not in ("boolean", "void"):
+            raise EtlError(f"rule {rule.name}, {place}: {rule.keep} is {kind}; it must be a condition")
     key, value = (
         shape_type(sides, shape, rule.name, side) for side, shape in (("key", rule.key), ("value", rule.value))
     )

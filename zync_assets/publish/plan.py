@@ -301,8 +301,8 @@ def partitions_error(
     if count == numbered or positions[0].partitions != numbered:
         return None
     return PartitionsChanged(
-        f"topic {topic_state.topic} has {partitions_text(count)}, and its outputs are numbered for {numbered}: Kafka's own"
-        " partitioner now gives a key another partition than the key's earlier records have. Nothing was published."
+        f"topic {topic_state.topic} has {partitions_text(count)}, and its outputs are numbered for {numbered}: with other"
+        " partitions, later records of a key would not follow its earlier ones. Nothing was published."
         f" To publish all of staging to a new topic with {partitions_text(numbered)}: {recreate}. For"
         f" {partitions_text(count)}, give the output another topic and another staging pool."
     )

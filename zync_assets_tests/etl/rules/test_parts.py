@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from zync_assets.checks.output_checks import run_all
 from zync_assets.cli.records import trace_rows
+from zync_assets.errors import EtlError
 from zync_assets.etl import positions
 from zync_assets.etl.rules import explain_rules
 from zync_assets.local.services import Services
@@ -113,3 +115,14 @@ def test_a_record_makes_all_its_outputs_in_one_commit(
     [sql] = [each.sql for each in explain_rules(it.pipeline) if each.name == "fan/2"]
     record = "SELECT 'fan' AS rule, 1 AS kafka, 'k' AS key, named_struct('items', array('1')) AS value"
     spark.sql(f"EXPLAIN WITH `{it.left}` AS ({record}) {sql}")
+
+
+@pytest.mark.slow
+def test_the_condition_of_an_output_is_a_condition(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, FILE.replace("where: in.value.id > 2", "where: in.value.id"))
+    it.send(it.left, {"id": 3, "v": "v", "items": []})
+    place = f"rule fan, where of output {it.out}: in.value.id is bigint; it must be a condition"
+    with pytest.raises(EtlError, match=re.escape(place)):
+        it.step()
