@@ -174,6 +174,17 @@ def are_apart(one: str | None, other: str | None) -> bool:
     )
 
 
+def is_of_key(where: str) -> bool:
+    """Whether a condition depends on the key and its partition only, so that it is the same for all records of a key.
+
+    >>> is_of_key("key.id < 3 AND kafka.partition = 0"), is_of_key("key.id < 3 AND value.country = 'DE'")
+    (True, False)
+    """
+    places = {("kafka", "topic"), ("kafka", "partition")}
+    names = [tuple(part.lower() for part in parts) for parts in columns(parse(where).tree)]
+    return all(parts[0] == "key" or parts[:2] in places for parts in names)
+
+
 def _kinds(literals: frozenset[exp.Expr]) -> int:
     return len({bool(item.args.get("is_string")) for item in literals})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import get_args
@@ -12,7 +12,8 @@ from typing import get_args
 from zync_assets.errors import Problem
 from zync_assets.lake import stores
 from zync_assets.pipeline import KAFKA, Evolve, Input, LakeUri, OnBadRecord, Output, Sink, SinkMode, SinkTable
-from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
+from zync_assets.pipeline_file.conditions import is_of_key
+from zync_assets.pipeline_file.expressions import RECORD_ROOTS, SqlProblem, check_expression
 from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables, word_list
 from zync_assets.pipeline_file.key import Key, known_names
 from zync_assets.pipeline_file.source import Items, Scalar, YamlTable
@@ -209,6 +210,7 @@ def read_sinks(
             item.problem("name", f"`{sink.name}` is the name of another sink; give each sink a name of its own")
         if sink.name == KAFKA or sink.name in {source.pool for source in sources}:
             item.problem("name", f"`{sink.name}` is the name of a pool; the assets of a sink need a name of their own")
+        _check_shared(item, sink, sinks.values())
         sinks[sink.name] = sink
     return tuple(sinks.values())
 
@@ -245,6 +247,31 @@ def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool)
         on_bad_record=on_bad_record,
         max_bad_records=limit,
     )
+
+
+def _check_shared(item: Fields, sink: Sink, others: Iterable[Sink]) -> None:
+    """Two sinks that upsert one source into one table delete rows of each other. Conditions on the key share the rows out."""
+    for other in others:
+        shared = [table for table in sink.tables if table in other.tables]
+        same = [(own.kind, own.url, own.mode, own.key, own.rename) for own in (sink, other)]
+        if not shared or same[0] != same[1] or sink.mode == "insert" or not (sink.delete or other.delete):
+            continue
+        if all(_is_of_key(own.where) for own in (sink, other)):
+            continue
+        item.problem(
+            "table",
+            f"{shared[0].name} gets the rows of {shared[0].source} from sink {other.name} too, and each of the two would delete"
+            " rows of the other; write one sink for both, give one another table, or let each have a condition on the key"
+            " alone, such as before: {where: key.id < 1000}",
+        )
+
+
+def _is_of_key(where: str | None) -> bool:
+    try:
+        return where is not None and is_of_key(where)
+    except SqlProblem:
+        # The condition has a problem of its own.
+        return True
 
 
 def _check_files(item: Fields, mode: SinkMode, before: Fields | None) -> None:

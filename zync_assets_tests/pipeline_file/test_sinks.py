@@ -1,0 +1,73 @@
+"""The key ``sinks`` of a pipeline file, and what is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zync_assets.errors import PipelineFileError
+from zync_assets_tests.pipeline_file.problems import assert_problem, loaded
+
+TEXT = """\
+kafka: {bootstrap.servers: localhost}
+lake: ./lake
+inputs:
+  - {topic: shop.orders, pool: Raw, key-format: string, value-format: json, schema: "id bigint, country string"}
+  - {topic: web.orders, pool: Raw, key-format: string, value-format: json, schema: "id bigint, country string"}
+sinks:
+  - {name: one, type: sqlite, url: shop.db, from: [Raw.shop.*], key: [id]}
+  - {name: two, type: sqlite, url: shop.db, from: [Raw.web.*], key: [id], table: others}
+"""
+SHARED = "from: [Raw.shop.*], key: [id], table: orders"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("name: two", "name: one", 8, "sinks[1].name: `one` is the name of another sink"),
+        ("name: two", "name: Raw", 8, "sinks[1].name: `Raw` is the name of a pool"),
+        ("name: two", "name: a b", 8, "sinks[1].name: must consist of letters, digits and _"),
+        ("type: sqlite", "type: sqlit", 7, "or a class as package.module:Class; did you mean `sqlite`?"),
+        ("type: sqlite, url: shop.db", "type: postgres, url: 'mysql://u:secret@h/d'", 7, "is no address of a postgres"),
+        ("Raw.shop.*", "Raw.shops.*", 7, "sinks[0].from: Raw.shops.* is no source"),
+        ("Raw.shop.*", "Raw.*", 7, "gives Raw.shop.orders and Raw.web.orders the same table orders"),
+        ("table: others", "mode: append", 8, "sinks[1].mode"),
+        ("table: others", "table: '{name}'", 8, "knows no {name}; write {topic} or {whole-topic}"),
+        ("table: others", "on-bad-record: fail, max-bad-records: 1", 8, "has no effect, because on-bad-record: fail"),
+        ("table: others", "before: {where: rand() < 1}", 8, "sinks[1].before.where"),
+        (
+            "from: [Raw.web.*], key: [id], table: others",
+            SHARED,
+            8,
+            "orders gets the rows of Raw.shop.orders from sink one",
+        ),
+    ],
+)
+def test_an_error_names_line_key_and_cure(tmp_path: Path, old: str, new: str, line: int, message: str) -> None:
+    assert_problem(tmp_path, TEXT, old, new, line, message)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "is_sound"),
+    [
+        ("", "", False),
+        ("before: {where: value.country = 'DE'}", "before: {where: value.country = 'FR'}", False),
+        ("before: {where: key < 'm'}", "", False),
+        ("before: {where: key < 'm'}", "before: {where: key >= 'm'}", True),
+        ("delete: false", "delete: false", True),
+        ("delete: false", "", False),
+        ("mode: insert", "mode: insert", True),
+        ("columns: {rename: {id: other}}", "", True),
+    ],
+)
+def test_two_sinks_that_would_delete_each_other_s_rows_are_refused(
+    tmp_path: Path, one: str, two: str, *, is_sound: bool
+) -> None:
+    text = TEXT.replace("key: [id]}", f"key: [id], {one}}}")
+    text = text.replace("from: [Raw.web.*], key: [id], table: others", f"{SHARED}, {two}").replace(", }", "}")
+    if is_sound:
+        assert len(loaded(tmp_path, text).sinks) == 2
+        return
+    with pytest.raises(PipelineFileError, match="would delete rows of the other; write one sink for both"):
+        loaded(tmp_path, text)
