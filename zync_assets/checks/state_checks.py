@@ -8,8 +8,10 @@ not compared: the table's own default is in it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from heapq import nsmallest
 from typing import Any
@@ -39,6 +41,8 @@ MOST = 10
 """Differences that are named."""
 LOOKS = 3
 """How often a table is compared, where rows differ and a sink has written meanwhile."""
+
+_UUID = re.compile("[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
 
 def state_equals_raw(pipeline: Pipeline, pool: str, session: Session) -> CheckResult:
@@ -189,15 +193,24 @@ def _values(spec: TableSpec, row: dict[str, Any]) -> str:
 def _text(value: Any, *, as_json: bool) -> Any:
     if as_json and value is not None:
         return json.loads(value)
+    if isinstance(value, float):
+        # A database may keep no sign of a zero.
+        return [repr(value or 0.0)]
     return value if value is None or isinstance(value, str) else [repr(value)]
 
 
 def _same(wanted: Any, found: Any) -> bool:
-    """Whether two values are equal. A text may lie in a column of JSON, which keeps the value and not its spaces."""
+    """Whether two values are equal. A text may lie in a column of JSON, of instants or of UUIDs, which keeps the value and not
+    its form."""
     if wanted == found or not (isinstance(wanted, str) and isinstance(found, str)):
         return wanted == found
     try:
-        return wanted[:1] in ("{", "[") and json.loads(wanted) == json.loads(found)
+        if wanted[:1] in ("{", "["):
+            return json.loads(wanted) == json.loads(found)
+        if _UUID.fullmatch(wanted):
+            return wanted.lower() == found
+        instants = [datetime.fromisoformat(text) for text in (wanted, found)]
+        return all(instant.tzinfo for instant in instants) and instants[0] == instants[1]
     except ValueError:
         return False
 

@@ -20,11 +20,6 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.fields import (
-    DEBEZIUM_TIMESTAMP,
-    MICRO_TIMESTAMP,
-    TIME,
-    TIMESTAMP,
-    Note,
     connect_note_of,
     fields_of,
 )
@@ -33,7 +28,7 @@ from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.etl.rules.output_schemas import parse_group
 from zync_assets.pipeline import Sink, SinkTable
 from zync_assets.sinks.fold import DELETE, OFFSET, OP, SET, UPSERT, Mask, Records
-from zync_assets.sinks.target import Column, TableSpec, Target
+from zync_assets.sinks.target import Column, TableSpec, Target, checked_times, in_units, time_of
 from zync_assets.spark.sql import name_sql, path_sql, text_sql
 
 COORDINATES = ("topic", "partition", "offset")
@@ -43,21 +38,20 @@ IS_UPDATE = "zync_update"
 
 _COORDINATE_TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
 _ENVELOPE = {"before", "after", "op"}
-_MILLIS_OF_DAY = {TIME: 1000, "io.debezium.time.Time": 1000, "io.debezium.time.MicroTime": 1}
-"""Note of a time of day → microseconds in its unit."""
-_WITHOUT_ZONE = {TIMESTAMP, DEBEZIUM_TIMESTAMP, MICRO_TIMESTAMP}
-"""Notes of times that have no zone in the source database, which the lake holds as if they were in UTC."""
 _JSON = "map('ignoreNullFields', 'false', 'timestampFormat', 'yyyy-MM-dd\\'T\\'HH:mm:ss.SSSSSSXXX')"
 
 
 @dataclass(frozen=True)
 class SourceColumn:
     """A column with its value in a record. ``sql``: over ``kafka``, ``key`` and ``value``. ``name``: of the field in the
-    source's value, whose absence leaves the column as it is; None: every record has the column."""
+    source's value, whose absence leaves the column as it is; None: every record has the column. ``path``: of the column's field;
+    None: the column is an expression. ``units``: microseconds in the unit of a number that becomes a time; 0: no such number."""
 
     column: Column
     sql: str
     name: str | None = None
+    path: tuple[str, ...] | None = None
+    units: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,18 +88,21 @@ class Layout:
 
     def records(self, batch: pa.RecordBatch) -> Records:
         """The records of a source's frame. Raises TargetRefused for a null in a key column."""
-        arrays = [_converted(batch.column(number), item.column) for number, item in enumerate(self.columns)]
+        arrays = [_converted(batch.column(number), item) for number, item in enumerate(self.columns)]
+        rows, is_set = self._rows(arrays), self._is_set(batch, arrays)
+        is_delete = batch.column(IS_DELETE).to_numpy(zero_copy_only=False)
+        is_update = batch.column(IS_UPDATE).to_numpy(zero_copy_only=False) if self.update_sql is not None else None
+        return Records(rows, is_delete, is_set, batch.column(OFFSET).to_numpy(), is_update)
+
+    def _rows(self, arrays: Sequence[pa.Array]) -> pa.RecordBatch:
+        """The columns of the table, of the values of ``columns``. Raises as ``records``."""
         rows = pa.RecordBatch.from_arrays(arrays, names=[item.column.name for item in self.columns])
-        is_set = self._is_set(batch, arrays)
         if self.function is not None:
             rows = self._as_told(changed(self.function, rows), rows)
         for name in self.spec.key:
             if rows.column(name).null_count:
                 raise TargetRefused(f"the key column {name} is null")
-        rows = rows.select([column.name for column in self.spec.columns])
-        is_delete = batch.column(IS_DELETE).to_numpy(zero_copy_only=False)
-        is_update = batch.column(IS_UPDATE).to_numpy(zero_copy_only=False) if self.update_sql is not None else None
-        return Records(rows, is_delete, is_set, batch.column(OFFSET).to_numpy(), is_update)
+        return rows.select([column.name for column in self.spec.columns])
 
     @property
     def is_whole(self) -> bool:
@@ -114,7 +111,7 @@ class Layout:
 
     def appended(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows of a source's frame as a load table takes them, one for each record."""
-        rows = self.records(batch).rows
+        rows = self._rows([_converted(batch.column(number), item) for number, item in enumerate(self.columns)])
         op = pc.if_else(batch.column(IS_DELETE), DELETE, UPSERT)
         marks = [op, pa.nulls(len(rows), pa.string()), batch.column(OFFSET)]
         return pa.RecordBatch.from_arrays([*rows.columns, *marks], names=[*rows.schema.names, OP, SET, OFFSET])
@@ -252,10 +249,22 @@ def make_layout(
         if not pa.types.is_null(item.column.type)
     ]
     names = [item.column.name for item in made]
+    if own := [name for name in names if name.lower() in (OP, SET, OFFSET)]:
+        raise SinkError(
+            f"sink {sink.name}, {table.source}: a load table has a column {own[0]} too. Give yours another name with columns:"
+            " {rename: ...}."
+        )
     if twice := [name for name in names if names.count(name) > 1]:
         raise SinkError(
             f"sink {sink.name}, {table.source}: two columns would be called {twice[0]}. Give one another name with columns:"
             " {rename: ...}."
+        )
+    if spans := [
+        item for item in made if pa.types.is_duration(item.column.type) or pa.types.is_interval(item.column.type)
+    ]:
+        raise SinkError(
+            f"sink {sink.name}, {table.source}: column {spans[0].column.name} is an interval, which targets do not have. Make it"
+            " a text with before: {set: ...} and CAST(... AS STRING)."
         )
     key = tuple(sink.rename.get(name, name) for name in chosen)
     spec = TableSpec(table.name, tuple(item.column for item in made), key, sink.mode, comment)
@@ -274,6 +283,9 @@ def make_layout(
 
 def _with_condition(whole: Layout, sink: Sink, keys: Sequence[str], root: str, kind: pa.DataType) -> Layout:
     """A layout with the conditions of the sink. ``keys``: the key columns' SQL; ``root``, ``kind``: the row and its type."""
+    # Spark's workers load no parser.
+    from zync_assets.pipeline_file.conditions import is_of_key
+
     deleted = f"coalesce({whole.delete_sql}, false)"
     where = () if sink.where is None else (sink.where,)
     if sink.mode == "insert":
@@ -314,20 +326,6 @@ def _unsure(whole: Layout, where: str, root: str, kind: pa.DataType) -> Iterator
             text = text_sql(whole.placeholder or "")
             same = text if pa.types.is_string(item.type) else f"CAST({text} AS BINARY)"
             yield f"coalesce({root}.{name_sql(item.name)} = {same}, false)"
-
-
-def is_of_key(where: str) -> bool:
-    """Whether a condition depends on the key and its partition only, so that it is the same for all records of a key.
-
-    >>> is_of_key("key.id < 3 AND kafka.partition = 0"), is_of_key("key.id < 3 AND value.country = 'DE'")
-    (True, False)
-    """
-    # Spark's workers load no parser.
-    from zync_assets.pipeline_file.expressions import columns, parse
-
-    places = {("kafka", "topic"), ("kafka", "partition")}
-    names = [tuple(part.lower() for part in parts) for parts in columns(parse(where).tree)]
-    return all(parts[0] == "key" or parts[:2] in places for parts in names)
 
 
 def whole_layout(sink: Sink, table: SinkTable, columns: Mapping[str, pa.DataType], comment: str) -> Layout:
@@ -402,7 +400,7 @@ def _key_column(
 
 
 def _coordinate(name: str, column: str) -> SourceColumn:
-    return SourceColumn(Column(column, _COORDINATE_TYPES[name], f"kafka.{name}"), f"kafka.{name}")
+    return SourceColumn(Column(column, _COORDINATE_TYPES[name], f"kafka.{name}"), f"kafka.{name}", path=("kafka", name))
 
 
 def _side(root: str, kind: pa.DataType, side: str) -> Iterator[SourceColumn]:
@@ -410,34 +408,27 @@ def _side(root: str, kind: pa.DataType, side: str) -> Iterator[SourceColumn]:
     if pa.types.is_null(kind):
         return
     if not pa.types.is_struct(kind):
-        yield SourceColumn(Column(side, kind, side), root)
+        yield SourceColumn(Column(side, kind, side), root, path=(root,))
         return
     for item in fields_of(kind):
         name = original_name(item.name)
         note = connect_note_of(item)
-        sql = f"{root}.{name_sql(item.name)}"
-        units = _MILLIS_OF_DAY.get(note.name)
-        if units is not None and pa.types.is_integer(item.type):
-            sql = f"CAST({sql} AS BIGINT) * {units}"
-        column = Column(name, _type(item.type, note), f"{side}.{name}")
-        yield SourceColumn(column, sql, name if side == "value" else None)
-
-
-def _type(kind: pa.DataType, note: Note) -> pa.DataType:
-    if note.name in _MILLIS_OF_DAY and pa.types.is_integer(kind):
-        return pa.time64("us")
-    if note.name in _WITHOUT_ZONE and pa.types.is_timestamp(kind):
-        return pa.timestamp("us")
-    return kind
+        own, units = time_of(item, note)
+        column = Column(name, own, f"{side}.{name}", note=note.name)
+        source_name, path = name if side == "value" else None, (*root.split("."), item.name)
+        yield SourceColumn(column, f"{root}.{name_sql(item.name)}", source_name, path, units)
 
 
 def _as_json(item: SourceColumn) -> str:
     return f"to_json({item.sql}, {_JSON})" if item.column.as_json else item.sql
 
 
-def _converted(values: pa.Array, column: Column) -> pa.Array:
+def _converted(values: pa.Array, item: SourceColumn) -> pa.Array:
+    column = item.column
     kind = pa.string() if column.as_json else column.type
-    return values if values.type == kind else values.cast(kind)
+    if item.units:
+        values = in_units(values, item.units, column)
+    return checked_times(values if values.type == kind else values.cast(kind), column)
 
 
 def _fields(text: str) -> frozenset[str] | None:

@@ -21,21 +21,23 @@ from contextlib import contextmanager, suppress
 from io import BytesIO
 from itertools import chain
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import psycopg
 import pyarrow as pa
 import sqlalchemy as sa
 from pyarrow import csv
 from sqlalchemy import event, exc
-from sqlalchemy.dialects.postgresql import ARRAY, ENUM, JSONB, dialect, insert
+from sqlalchemy.dialects.postgresql import ARRAY, ENUM, JSONB, MONEY, TSVECTOR, dialect, insert
 from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.fields import ZONED_TIMESTAMP
 from zync_assets.crashes import crash_point
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.pipeline import Evolve
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import POSITIONS, QUARANTINE, SqlType, on_conflict, standard_type
+from zync_assets.sinks.sql_types import POSITIONS, QUARANTINE, SqlType, is_exact, on_conflict, standard_type
 from zync_assets.sinks.target import Column, LoadTable, Merge, Place, TableSpec, counted, load_names
 
 OPTIONS = {"connect_timeout": "10", "options": "-c timezone=UTC", "application_name": "zync"}
@@ -133,6 +135,18 @@ class PostgresTarget(SqlTarget):
             return ARRAY(standard_type(column.type.value_type))
         return JSONB() if column.as_json else standard_type(column.type)
 
+    def holds(self, existing: SqlType, column: Column) -> bool:
+        kinds, kind = pa.types, column.type
+        if column.as_json:
+            return isinstance(existing, (sa.JSON, sa.Text))
+        if kinds.is_list(kind) and isinstance(existing, sa.JSON):
+            return _is_plain(kind.value_type)
+        if column.note == ZONED_TIMESTAMP and isinstance(existing, sa.DateTime):
+            return bool(existing.timezone) and is_exact(existing)
+        # A money has two digits after the point, a tsvector sorts words, and the types name and "char" cut texts.
+        is_cut = isinstance(existing, (MONEY, TSVECTOR, sa.types.NullType)) or type(existing) is sa.String
+        return not is_cut and super().holds(existing, column)
+
     def load_type(self, existing: SqlType) -> SqlType:
         if isinstance(existing, ENUM):
             return ENUM(name=existing.name, schema=existing.schema, create_type=False)
@@ -140,7 +154,10 @@ class PostgresTarget(SqlTarget):
 
     def reflect(self, connection: Connection, name: str, schema: str | None) -> sa.Table:
         """Without keys, indexes and comments, whose queries take longer than a small batch."""
-        found = sa.inspect(connection).get_columns(name, schema)
+        with catch_warnings():
+            # A column that no record names may have a type of an extension.
+            simplefilter("ignore", exc.SAWarning)
+            found = sa.inspect(connection).get_columns(name, schema)
         columns = [sa.Column(item["name"], item["type"], nullable=item["nullable"]) for item in found]
         return sa.Table(name, sa.MetaData(), *columns, schema=schema)
 
@@ -151,12 +168,14 @@ class PostgresTarget(SqlTarget):
         names, quote = first.schema.names, connection.dialect.identifier_preparer
         columns = ", ".join(quote.quote(name) for name in names)
         driver: Any = connection.connection.driver_connection
-        options = csv.WriteOptions(include_header=False, quoting_style="needed")
+        json_names = {name for name in names if isinstance(table.c[name].type, sa.JSON)}
+        # A line that is nothing but backslash and point would end the COPY.
+        options = csv.WriteOptions(include_header=False, quoting_style="needed" if len(names) > 1 else "all_valid")
         statement = f"COPY {quote.format_table(table)} ({columns}) FROM STDIN (FORMAT csv)"
         # One COPY for all rows: the server reads a batch while the next one is made.
         with _dbapi_errors(connection), driver.cursor() as cursor, cursor.copy(statement) as copy:
             for batch in chain((first,), rows):
-                texts = [_text(batch.column(name)) for name in names]
+                texts = [_text(batch.column(name), as_json=name in json_names) for name in names]
                 buffer = BytesIO()
                 csv.write_csv(pa.RecordBatch.from_arrays(texts, names=names), buffer, options)
                 copy.write(buffer.getbuffer())
@@ -205,6 +224,8 @@ class PostgresTarget(SqlTarget):
     def value(self, column: Column, value: Any) -> Any:
         if isinstance(value, dict) or (isinstance(value, list) and not pa.types.is_list(column.type)) or column.as_json:
             return value if value is None or isinstance(value, str) else json.dumps(value)
+        if isinstance(value, list) and pa.types.is_string(column.type.value_type):
+            return [None if item is None else str(item) for item in value]
         return super().value(column, value)
 
 
@@ -303,15 +324,22 @@ def _dbapi_errors(connection: Connection) -> Generator[None]:
         raise exc.DBAPIError.instance(None, None, error, psycopg.Error, dialect=dialect) from error
 
 
-def _text(column: pa.Array) -> pa.Array:
-    """The values as PostgreSQL reads them in a CSV field. An empty text differs from a null: Arrow puts it in quotes."""
+def _is_plain(kind: pa.DataType) -> bool:
+    """Whether values of a type are written alike in Python's JSON and in the lake's."""
+    kinds = pa.types
+    return kinds.is_string(kind) or kinds.is_boolean(kind) or kinds.is_integer(kind)
+
+
+def _text(column: pa.Array, *, as_json: bool = False) -> pa.Array:
+    """The values as PostgreSQL reads them in a CSV field. An empty text differs from a null: Arrow puts it in quotes.
+    ``as_json``: lists are JSON, and no array literals."""
     kinds, kind = pa.types, column.type
     if kinds.is_string(kind) or kinds.is_large_string(kind):
         return column
     if kinds.is_binary(kind) or kinds.is_large_binary(kind):
         return _mapped(column, lambda value: "\\x" + value.hex())
     if kinds.is_list(kind) or kinds.is_large_list(kind):
-        return _arrays(column)
+        return _mapped(column, json.dumps) if as_json else _arrays(column)
     if kinds.is_timestamp(kind) and kind.tz is not None:
         return pc.binary_join_element_wise(column.cast(pa.timestamp("us")).cast(pa.string()), "+00", "")
     return column.cast(pa.string())

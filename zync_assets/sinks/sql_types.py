@@ -82,7 +82,8 @@ def type_text(kind: pa.DataType) -> str:
 def holds(existing: SqlType, kind: pa.DataType) -> bool:
     """Whether a column of a standard database holds every value of a type of the lake, or refuses it by an error.
 
-    A text may go into any type that is written as a text and that no implicit conversion shortens: uuid, enum, json, inet.
+    A text may go into any type that is written as a text and that no implicit conversion shortens: uuid, enum, json, inet. A
+    date would lose the text's time, and a time its zone.
     """
     kinds = pa.types
     if kinds.is_boolean(kind):
@@ -99,16 +100,22 @@ def holds(existing: SqlType, kind: pa.DataType) -> bool:
     if kinds.is_date(kind):
         return isinstance(existing, sa.Date)
     if kinds.is_time(kind):
-        return isinstance(existing, sa.Time)
+        return isinstance(existing, sa.Time) and not existing.timezone and is_exact(existing)
     if kinds.is_timestamp(kind):
         # Without a zone, an instant would be a time of day in a zone that nobody knows.
-        return isinstance(existing, sa.DateTime) and bool(existing.timezone) == (kind.tz is not None)
+        has_zone = kind.tz is not None
+        return isinstance(existing, sa.DateTime) and bool(existing.timezone) == has_zone and is_exact(existing)
     if kinds.is_list(kind) and isinstance(existing, sa.ARRAY):
         return not kinds.is_nested(kind.value_type) and holds(existing.item_type, kind.value_type)
     if kinds.is_nested(kind):
         return isinstance(existing, sa.JSON)
     numbers = (sa.Boolean, sa.Integer, sa.Numeric, sa.Float, sa.LargeBinary, sa.ARRAY)
-    return not isinstance(existing, numbers)
+    return not isinstance(existing, (*numbers, sa.Date, sa.DateTime, sa.Time))
+
+
+def is_exact(existing: SqlType) -> bool:
+    """Whether a type of times has microseconds. A type with fewer digits would round them without a word."""
+    return getattr(existing, "precision", None) in (None, 6)
 
 
 def wider(existing: SqlType, kind: pa.DataType) -> SqlType | None:
@@ -119,6 +126,8 @@ def wider(existing: SqlType, kind: pa.DataType) -> SqlType | None:
         return new
     if isinstance(existing, sa.Float) and kinds.is_floating(kind):
         return sa.Double()
+    if isinstance(new, (sa.DateTime, sa.Time)):
+        return new if isinstance(existing, type(new)) and bool(existing.timezone) == new.timezone else None
     old = _digits(existing) if not bits else (DIGITS[bits], 0)
     if old is None or not (kinds.is_decimal(kind) or kinds.is_integer(kind)):
         return None

@@ -43,6 +43,19 @@ _PASSING = {
 }
 
 
+class NumericText(sa.types.UserDefinedType[str]):
+    """A column of texts with the affinity NUMERIC, as DATE, TIMESTAMP and JSON have it: the text 2024 would become a number. A
+    date, a time, and the JSON of a nested value stay texts."""
+
+    cache_ok = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_col_spec(self, **_: object) -> str:
+        return self.name
+
+
 class SqliteTarget(SqlTarget):
     """A file of SQLite."""
 
@@ -159,6 +172,8 @@ class SqliteTarget(SqlTarget):
             return is_number and not (isinstance(existing, sa.Float) and kinds.is_int64(kind))
         if kinds.is_floating(kind):
             return isinstance(existing, sa.Float)
+        if isinstance(existing, NumericText):
+            return kinds.is_temporal(kind) or column.as_json
         return isinstance(existing, (sa.Text, sa.String, sa.LargeBinary))
 
     def wider(self, existing: SqlType, column: Column) -> SqlType | None:
@@ -171,7 +186,9 @@ class SqliteTarget(SqlTarget):
         if isinstance(existing, sa.Float):
             return sa.REAL()
         if isinstance(existing, sa.Numeric):
-            return sa.Numeric()
+            return sa.Numeric(asdecimal=False)
+        if isinstance(existing, (sa.Date, sa.DateTime, sa.Time, sa.JSON)):
+            return NumericText(type(existing).__name__.upper())
         return sa.LargeBinary() if isinstance(existing, (sa.LargeBinary, sa.types.NullType)) else sa.Text()
 
     def _reflected(self, connection: Connection, spec: TableSpec) -> sa.Table:

@@ -29,6 +29,7 @@ import psutil
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.fields import DEBEZIUM_TIMESTAMP, MICRO_TIMESTAMP, TIME, TIMESTAMP, Note, unit_of
 from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.pipeline import Evolve, Sink, SinkMode
 from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET
@@ -39,6 +40,30 @@ _REMOVALS = pa.array([DELETE, REPLACE])
 
 LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1")
 """The hosts of a URL that need no TLS."""
+
+_DAY = 86_400_000_000
+"""Microseconds of a day."""
+_DAYS = tuple(day.toordinal() - date(1970, 1, 1).toordinal() for day in (date.min, date.max))
+_INSTANTS = (_DAYS[0] * _DAY, (_DAYS[1] + 1) * _DAY - 1)
+"""The years 1 to 9999, in days and in microseconds since 1970."""
+
+_UNITS: Mapping[str, tuple[pa.DataType, int]] = {
+    "time-millis": (pa.time64("us"), 1000),
+    "time-micros": (pa.time64("us"), 1),
+    **{f"{zone}timestamp-millis": (pa.timestamp("us"), 1000) for zone in ("", "local-")},
+    **{f"{zone}timestamp-micros": (pa.timestamp("us"), 1) for zone in ("", "local-")},
+}
+"""Unit of a number that is a time → the time's type, and the microseconds in the unit. Nanoseconds stay numbers."""
+_UNIT_NAMES: Mapping[str, str] = {
+    TIME: "time-millis",
+    "io.debezium.time.Time": "time-millis",
+    "io.debezium.time.MicroTime": "time-micros",
+    DEBEZIUM_TIMESTAMP: "timestamp-millis",
+    MICRO_TIMESTAMP: "timestamp-micros",
+}
+"""Note of a number that is a time → its unit, where the field has none."""
+_WITHOUT_ZONE = {TIMESTAMP, DEBEZIUM_TIMESTAMP, MICRO_TIMESTAMP}
+"""Notes of times that have no zone in the source database, which the lake holds as if they were in UTC."""
 
 OTHER_HOST_SECONDS = 86_400
 """After this time, what a run on another host has left counts as left by a killed run."""
@@ -64,12 +89,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. ``field``: the source's field, for comments. ``as_json``: its values come as JSON texts."""
+    """A column of a table. ``field``: the source's field, for comments. ``as_json``: its values come as JSON texts. ``note``:
+    Kafka Connect's name of the field's type."""
 
     name: str
     type: pa.DataType
     field: str = ""
     as_json: bool = False
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -278,6 +305,37 @@ def gathered(rows: Iterator[pa.RecordBatch], size: int) -> Iterator[pa.RecordBat
             held, count = [], 0
     if held:
         yield pa.concat_batches(held)
+
+
+def time_of(item: pa.Field, note: Note) -> tuple[pa.DataType, int]:
+    """The type of a field in a target, and the microseconds in its unit if it is a number that is a time; 0 for none."""
+    kind = item.type
+    if pa.types.is_integer(kind):
+        return _UNITS.get(unit_of(item) or _UNIT_NAMES.get(note.name, ""), (kind, 0))
+    return (pa.timestamp("us") if note.name in _WITHOUT_ZONE and pa.types.is_timestamp(kind) else kind), 0
+
+
+def in_units(values: pa.Array, units: int, column: Column) -> pa.Array:
+    """Numbers in a unit as microseconds. TargetRefused for a number that is too large."""
+    try:
+        return pc.multiply_checked(values.cast(pa.int64()), units)
+    except pa.ArrowInvalid:
+        raise TargetRefused(f"the column {column.name} has a time that is too far away") from None
+
+
+def checked_times(values: pa.Array, column: Column) -> pa.Array:
+    """The values. TargetRefused for a time outside a day, and for a day outside the years 1 to 9999: Python has neither."""
+    kinds, kind = pa.types, values.type
+    if not kinds.is_temporal(kind) or values.null_count == len(values):
+        return values
+    first, last = (0, _DAY - 1) if kinds.is_time(kind) else _DAYS if kinds.is_date(kind) else _INSTANTS
+    ends = pc.min_max(values.cast(pa.int32() if kinds.is_date32(kind) else pa.int64()).cast(pa.int64()))
+    low, high = ends["min"].as_py(), ends["max"].as_py()
+    if first <= low and high <= last:
+        return values
+    what = "a time of day from 0 to 24 hours" if kinds.is_time(kind) else "a time in the years 1 to 9999"
+    unit = "days" if kinds.is_date(kind) else "microseconds"
+    raise TargetRefused(f"the column {column.name} is {low if low < first else high} {unit}, which is not {what}")
 
 
 def named(spec: TableSpec) -> tuple[str, str | None]:

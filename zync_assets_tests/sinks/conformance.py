@@ -61,6 +61,7 @@ ODD = [
     "a,b",
     'say "no"',
     "two\nlines",
+    "\r",
     "\\.",
     "back\\slash",
     "ümlaut ☃",

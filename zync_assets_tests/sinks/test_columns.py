@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, time
 
 import pyarrow as pa
 import pytest
 
-from zync_assets.errors import SinkError
+from zync_assets.codecs.fields import field_with_notes
+from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.pipeline import Sink, SinkMode, SinkTable
 from zync_assets.sinks.columns import IS_DELETE, Layout, make_layout
 from zync_assets.sinks.fold import OFFSET
@@ -30,6 +32,48 @@ def test_two_columns_of_one_name_are_an_error() -> None:
     sides = {"key": pa.struct([("id", pa.int64())]), "value": pa.struct([("v", pa.string())])}
     with pytest.raises(SinkError, match=r"sink shop, Raw\.t: two columns would be called id"):
         make_layout(sink, SinkTable("Raw", "t", "rows", staged=False), SqliteTarget(""), sides, "", {}, None, {})
+
+
+def test_a_column_with_a_name_of_a_load_table_is_an_error() -> None:
+    with pytest.raises(SinkError, match=r"a load table has a column ZYNC_op too\. Give yours another name"):
+        layout_of(Sink("shop", "sqlite", "shop.db", rename={"v": "ZYNC_op"}))
+
+
+def test_an_interval_is_refused_with_the_column_s_name() -> None:
+    sides = {"key": pa.struct([("id", pa.int64())]), "value": pa.struct([("v", pa.duration("us"))])}
+    sink = Sink("shop", "sqlite", "shop.db")
+    with pytest.raises(SinkError, match=r"column v is an interval, .* with before: {set: ...} and CAST"):
+        make_layout(sink, SinkTable("Raw", "t", "rows", staged=False), SqliteTarget(""), sides, "", {}, None, {})
+
+
+@pytest.mark.parametrize(
+    ("unit", "number", "wanted"),
+    [
+        ("time-millis", 86_399_999, time(23, 59, 59, 999_000)),
+        (
+            "time-millis",
+            86_400_000,
+            "the column at is 86400000000 microseconds, which is not a time of day from 0 to 24 hours",
+        ),
+        ("time-micros", -1, "the column at is -1 microseconds, which is not a time of day"),
+        ("timestamp-millis", -1, datetime(1969, 12, 31, 23, 59, 59, 999_000)),
+        ("timestamp-millis", 2**62, "the column at has a time that is too far away"),
+        ("local-timestamp-micros", -62_135_596_800_000_000, datetime(1, 1, 1)),
+        ("timestamp-micros", 253_402_300_800_000_000, "microseconds, which is not a time in the years 1 to 9999"),
+        ("timestamp-nanos", 5, 5),
+    ],
+)
+def test_a_number_with_a_unit_of_time_becomes_a_time(unit: str, number: int, wanted: object) -> None:
+    value = pa.struct([field_with_notes("at", pa.int64(), unit=unit)])
+    sink, table = Sink("shop", "sqlite", "shop.db"), SinkTable("Raw", "t", "rows", staged=False)
+    whole = make_layout(sink, table, SqliteTarget(""), {"key": pa.int64(), "value": value}, "", {}, None, {})
+    batch = pa.RecordBatch.from_pydict({"c0": [1], "c1": [number], IS_DELETE: [False], OFFSET: [0]})
+    if isinstance(wanted, str):
+        with pytest.raises(TargetRefused) as refusal:
+            whole.records(batch)
+        assert wanted in str(refusal.value)
+    else:
+        assert whole.records(batch).rows.column("at").to_pylist() == [wanted]
 
 
 def rows(layout: Layout) -> pa.RecordBatch:

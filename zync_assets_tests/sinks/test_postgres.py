@@ -126,6 +126,37 @@ def test_texts_go_into_the_types_of_an_existing_table(server: Postgres, database
     assert "0x00" in assert_refused(target, table, [one(2, {"v": "\0"})])
 
 
+@pytest.mark.parametrize(
+    "kind", ["date", "time", "timestamp", "timestamptz", "money", "name", '"char"', "point", "tsvector"]
+)
+def test_a_text_does_not_go_into_a_column_that_would_cut_it(server: Postgres, database: str, kind: str) -> None:
+    server.run(database, f"CREATE TABLE rows (id bigint PRIMARY KEY, v {kind})")
+    with pytest.raises(TableUnfit, match=r"table rows: column v is .*, and its source is string; change the column"):
+        PostgresTarget(url(server, database)).prepare(spec(id=pa.int64(), v=pa.string()), create=False, evolve="widen")
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("timestamp(3) with time zone", pa.timestamp("us", "UTC")),
+        ("timestamp(0)", pa.timestamp("us")),
+        ("time(3)", pa.time64("us")),
+    ],
+)
+def test_a_column_that_would_round_a_time_is_widened(
+    server: Postgres, database: str, kind: str, source: pa.DataType
+) -> None:
+    target = PostgresTarget(url(server, database))
+    server.run(database, f"CREATE TABLE rows (id bigint PRIMARY KEY, v {kind})")
+    table = spec(id=pa.int64(), v=source)
+    with pytest.raises(
+        TableUnfit, match=r"column v is .*Set evolve: widen, or run:\nALTER TABLE rows ALTER COLUMN v TYPE"
+    ):
+        target.prepare(table, create=False, evolve="add")
+    target.prepare(table, create=False, evolve="widen")
+    target.prepare(table, create=False, evolve="none")
+
+
 def test_a_column_is_widened_or_the_error_has_the_ddl(server: Postgres, database: str) -> None:
     target = PostgresTarget(url(server, database))
     old = spec(id=pa.int64(), n=pa.int32(), p=pa.decimal128(5, 2), r=pa.float32())
@@ -173,6 +204,18 @@ def test_an_appended_batch_is_there_whole_and_once_wherever_it_is_killed(server:
             append(target, 0, 3, expected=expected)
     assert append(target, 3, 5, expected=3) == 2
     assert server.run(database, "SELECT count(*), count(DISTINCT place), min(text) FROM log") == [(5, 5, "a,b\n")]
+
+
+def test_a_text_that_would_end_a_copy_is_appended(server: Postgres, database: str) -> None:
+    """A line of a backslash and a point is the end of a COPY, if a table has no other column."""
+    target = PostgresTarget(url(server, database))
+    server.run(database, "CREATE TABLE log (text text)")
+    table = TableSpec("log", (Column("text", pa.string()),), (), "insert")
+    texts = ["a", "\\.", "", None, "\r", "b"]
+    target.prepare(table, create=False, evolve="none")
+    rows = pa.RecordBatch.from_pydict({"text": pa.array(texts, pa.string())})
+    assert target.append(Merge(PLACE, table, ORIGIN, {0: None}, {0: 6}), iter([rows])) == 6
+    assert server.run(database, "SELECT text FROM log ORDER BY ctid") == [(text,) for text in texts]
 
 
 def test_copy_does_not_go_into_what_it_would_pass_by(server: Postgres, database: str) -> None:

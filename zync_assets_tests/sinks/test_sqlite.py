@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sqlite3
+from datetime import date
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,6 +13,7 @@ import pytest
 from zync_assets.errors import TableUnfit
 from zync_assets.sinks.sqlite import SqliteTarget
 from zync_assets.sinks.target import Column, TableSpec
+from zync_assets_tests.sinks.batches import apply, one
 from zync_assets_tests.sinks.conformance import assert_conforms, assert_refuses
 
 
@@ -43,3 +46,21 @@ def test_a_table_that_does_not_fit_is_left_as_it_is_and_the_error_has_the_ddl(tm
         target.prepare(spec(name=pa.string(), id=pa.int64()), create=True, evolve="widen")
     with pytest.raises(TableUnfit, match=r"table gone is not there\. Set create: true, or run:\nCREATE TABLE gone"):
         target.prepare(TableSpec("gone", spec(id=pa.int64()).columns, ("id",), "upsert"), create=False, evolve="none")
+
+
+def test_a_text_does_not_go_into_a_column_that_would_make_it_a_number(tmp_path: Path) -> None:
+    """DATE and JSON have the affinity NUMERIC. A date in a DATE column stays a text."""
+    target = SqliteTarget(f"sqlite:///{tmp_path}/it.db")
+    with sqlite3.connect(tmp_path / "it.db") as connection:
+        connection.execute("CREATE TABLE rows (id INTEGER PRIMARY KEY, day DATE, doc JSON, n NUMERIC)")
+    for name, kind in (("day", "DATE"), ("doc", "JSON")):
+        with pytest.raises(TableUnfit, match=f"column {name} is {kind}, and its source is string; change the column"):
+            target.prepare(spec(id=pa.int64(), **{name: pa.string()}), create=False, evolve="widen")
+    table = spec(id=pa.int64(), day=pa.date32(), n=pa.int64())
+    target.prepare(table, create=False, evolve="none")
+    apply(target, table, [one(1, {"day": date(2024, 1, 2), "n": 2**62 + 1})])
+    with sqlite3.connect(tmp_path / "it.db") as connection:
+        assert connection.execute("SELECT day, n, typeof(n) FROM rows").fetchall() == [
+            ("2024-01-02", 2**62 + 1, "integer")
+        ]
+    assert [row["n"] for batch in target.rows(table) for row in batch.to_pylist()] == [2**62 + 1]
