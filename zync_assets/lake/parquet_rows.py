@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,7 @@ from zync_assets.codecs.arrays import pc, python_rows
 from zync_assets.errors import LakeError
 from zync_assets.lake import storage
 from zync_assets.lake.log import DataFile
+from zync_assets.offsets import OffsetRange
 
 ROWS = 131_072
 """Rows in memory at once."""
@@ -128,6 +130,48 @@ def rows_at(
             except (OSError, pa.ArrowInvalid) as error:
                 raise LakeError(f"file {uri} can't be read: {error}. Restore it from a copy.") from error
     return rows
+
+
+def rows_within(
+    table_uri: str, files: Iterable[DataFile], ranges: Sequence[OffsetRange], fields: Sequence[tuple[str, ...]]
+) -> Iterator[pa.RecordBatch]:
+    """The rows of files in some offset ranges, batch by batch, in the files' order.
+
+    ``fields``: columns, or fields of them as paths, with ``kafka.offset`` among them. A field that a file lacks is left out. Of
+    a column without any of its fields, the whole column comes. Raises LakeError for a file that can't be read.
+    """
+    for item in files:
+        uri = storage.join(table_uri, item.path)
+        parts = [part for part in ranges if part.partition == item.partition]
+        low, high = min(part.first for part in parts), max(part.end for part in parts) - 1
+        is_whole = any(part.first <= (item.first or 0) and (item.last or 0) < part.end for part in parts)
+        system, path = storage.filesystem(uri)
+        with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
+            groups = None if is_whole else _groups(file.metadata, low, high)
+            for batch in storage.read_batches(file, ROWS, _present(file.metadata, fields), groups):
+                own = batch if is_whole else batch.filter(_inside(batch, parts))
+                if own.num_rows:
+                    yield own
+
+
+def _present(footer: pq.FileMetaData, fields: Sequence[tuple[str, ...]]) -> list[str]:
+    """The columns to read from a file. Any field of a struct tells whether the struct is null."""
+    leaves = [footer.schema.column(number).path for number in range(footer.num_columns)]
+    paths = {field: ".".join(field) for field in fields}
+    found = [
+        field for field, path in paths.items() if any(leaf == path or leaf.startswith(f"{path}.") for leaf in leaves)
+    ]
+    columns = dict.fromkeys(first for first, *_ in fields)
+    others = columns.keys() - {first for first, *_ in found}
+    whole = [name for name in columns if name in others and any(leaf.startswith(f"{name}.") for leaf in leaves)]
+    return [*(paths[field] for field in found), *whole]
+
+
+def _inside(batch: pa.RecordBatch, parts: Sequence[OffsetRange]) -> pa.Array:
+    """By row: whether its offset lies in a range."""
+    offsets = pc.struct_field(batch.column("kafka"), "offset")
+    spans = [pc.and_(pc.greater_equal(offsets, part.first), pc.less(offsets, part.end)) for part in parts]
+    return reduce(pc.or_, spans)
 
 
 def _read(uri: str, offsets: Sequence[int], columns: Sequence[str]) -> dict[int, dict[str, Any]]:

@@ -26,9 +26,9 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Sink
 from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
 from zync_assets.sinks.fold import fold_all
-from zync_assets.sinks.plan import SinkBatch, SinkPlan, reset_command
+from zync_assets.sinks.plan import SinkBatch, SinkPlan, plain_source, reset_command
 from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, TableSpec, Target, gathered, open_target
-from zync_assets.spark.tasks import BATCH_BYTES, MEASURED, frame_results, planned_once, slots, unmeasured
+from zync_assets.spark.tasks import BATCH_BYTES, MEASURED, frame_results, planned_once, run_tasks, slots, unmeasured
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -151,6 +151,8 @@ def _append(batch: SinkBatch, layout: Layout) -> int:
     """Append the records of a batch in one Spark task, which ends in the commit."""
     merge = _merge_of(batch.plan, layout)
     work = partial(_append_task, batch.plan.sink, layout, merge)
+    if (source := plain_source(batch.plan, layout)) is not None:
+        return sum(run_tasks(batch.spark, 1, lambda _: work(source.batches(layout))))
     with _plan_settings(batch):
         counts = in_tasks(batch.dataframe(layout).coalesce(1), work)
     if not counts:

@@ -2,25 +2,31 @@
 
 plan_sink      how far the target is, and the offsets of the next batch (no JVM)
 read_source    the lazy batch: the columns of the table, and marks (``sinks.columns``)
+
+A batch whose columns are fields as they are needs no Spark SQL: a Spark task reads the Parquet files itself (``PlainSource``).
+Spark's own reader makes rows of the columns, and columns of the rows again, which takes longer than the insert into a database.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 
+from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import arrow_type
 from zync_assets.errors import DataLoss, SinkError
 from zync_assets.lake.log import DataFile
+from zync_assets.lake.parquet_rows import rows_within
 from zync_assets.lake.raw import RawState, raw_files
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
-from zync_assets.sinks.columns import Layout, make_layout, whole_layout
+from zync_assets.sinks.columns import IS_DELETE, OFFSET, PARTITION, Layout, SourceColumn, make_layout, whole_layout
 from zync_assets.sinks.target import Place, Progress, Target, open_target
 from zync_assets.spark import frames
 from zync_assets.spark.failures import spark_failures
@@ -123,6 +129,94 @@ class SinkBatch:
         return source_frame(self.spark, self.plan, whole, self.plan.ranges)
 
 
+@dataclass(frozen=True)
+class PlainSource:
+    """The records of a batch as a Spark task reads them from files. ``sides``: ``key`` and ``value`` → their columns, of those
+    that the files have. ``has_deletes``: whether a record without a value deletes; ``keeps_deletes``: whether it is a record."""
+
+    uri: str
+    files: tuple[DataFile, ...]
+    ranges: tuple[OffsetRange, ...]
+    sides: Mapping[str, str]
+    has_deletes: bool
+    keeps_deletes: bool
+
+    def batches(self, whole: Layout) -> Iterator[pa.RecordBatch]:
+        """The records with the columns of a source's frame that ``Layout.appended`` needs."""
+        paths = [self._place(item) for item in whole.columns]
+        places = [("kafka", "partition"), ("kafka", "offset")]
+        value = self.sides.get("value", "")
+        # Without a field of the value, the whole value tells whether it is null.
+        sides = [(value,)] if self.has_deletes and value and all(path[0] != value for path in paths) else []
+        names = [*(f"c{number}" for number in range(len(paths))), PARTITION, OFFSET, IS_DELETE]
+        own = [pa.int64() if item.units else item.column.type for item in whole.columns]
+        kinds = [*own, pa.int32(), pa.int64()]
+        for batch in rows_within(self.uri, self.files, self.ranges, [*places, *paths, *sides]):
+            arrays = [field_of(batch, path, kind) for path, kind in zip([*paths, *places], kinds, strict=True)]
+            is_delete = pa.array(np.full(batch.num_rows, self.has_deletes))
+            if self.has_deletes and value in batch.schema.names:
+                is_delete = batch.column(value).is_null()
+            made = pa.RecordBatch.from_arrays([*arrays, is_delete], names=names)
+            yield made if self.keeps_deletes else made.filter(pc.invert(is_delete))
+
+    def _place(self, item: SourceColumn) -> tuple[str, ...]:
+        assert item.path is not None
+        side, *rest = item.path
+        return (self.sides.get(side, side), *rest)
+
+
+def field_of(batch: pa.RecordBatch, path: Sequence[str], kind: pa.DataType) -> pa.Array:
+    """A field of a batch's records with a type that holds its values; nulls, if the batch lacks the field."""
+    first, *rest = path
+    if first not in batch.schema.names:
+        return pa.nulls(batch.num_rows, kind)
+    values = batch.column(first)
+    for name in rest:
+        at = values.type.get_field_index(name)
+        if at < 0:
+            return pa.nulls(batch.num_rows, kind)
+        values = pc.struct_field(values, [at])
+    # An integer may be in a column of a file from before the column became a double: such a double is the nearest one.
+    return values if values.type == kind else values.cast(kind, safe=not pa.types.is_floating(kind))
+
+
+def plain_source(plan: SinkPlan, whole: Layout) -> PlainSource | None:
+    """The source of a batch that a task reads without Spark SQL; None if SQL makes a column, or chooses records."""
+    sink, state, staged = plan.sink, plan.state, plan.table.staged
+    is_plain = (
+        sink.where is None
+        and not sink.added
+        and all(item.path is not None and not item.column.as_json for item in whole.columns)
+    )
+    has_deletes = sink.mode == "upsert"
+    if state is None or not is_plain or (has_deletes and (staged or whole.placeholder is not None)):
+        return None
+    sides = side_names(plan)
+    present = {side: name for side, name in sides.items() if name in state.schema.names}
+    return PlainSource(
+        state.table.uri,
+        tuple(item for item in plan.files if any(_overlaps(item, part) for part in plan.ranges)),
+        plan.ranges,
+        present,
+        has_deletes,
+        keeps_deletes=sink.delete or not has_deletes,
+    )
+
+
+def side_names(plan: SinkPlan) -> dict[str, str]:
+    """``key`` and ``value`` → the columns of the source's table."""
+    topic = plan.table.topic
+    return (
+        {"key": key_column(topic), "value": value_column(topic)}
+        if plan.table.staged
+        else {"key": "key", "value": "value"}
+    )
+
+
+def _overlaps(item: DataFile, part: OffsetRange) -> bool:
+    return item.partition == part.partition and (item.first or 0) < part.end and part.first <= (item.last or 0)
+
+
 def place_of(pipeline: Pipeline, sink: Sink, table: SinkTable) -> Place:
     """The place of a sink's position."""
     return Place(pipeline.name, sink.name, table.source)
@@ -203,9 +297,7 @@ def read_source(spark: SparkSession | Session, plan: SinkPlan) -> SinkBatch:
 def layout(plan: SinkPlan, session: Session) -> Layout:
     """The columns of a plan's table. Starts a session only for ``before: {set: ...}``."""
     sink, table, state = plan.sink, plan.table, plan.state
-    names = {"key": "key", "value": "value"}
-    if table.staged:
-        names = {"key": key_column(table.topic), "value": value_column(table.topic)}
+    names = side_names(plan)
     schema = state.schema if state is not None else pa.schema([])
     comment = f"{plan.pipeline.name}: {table.source}"
     if plan.target().whole_records:

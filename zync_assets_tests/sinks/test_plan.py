@@ -1,0 +1,79 @@
+"""What a Spark task reads from files by itself is what Spark reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Sink, SinkTable
+from zync_assets.sinks.columns import IS_DELETE, OFFSET, PARTITION
+from zync_assets.sinks.commit import in_tasks
+from zync_assets.sinks.plan import layout, plain_source, plan_sink, source_frame
+from zync_assets_tests.bench.data import append_raw, texts
+from zync_assets_tests.pipeline_file.problems import loaded
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+TEXT = """\
+kafka: {bootstrap.servers: localhost}
+lake: ./lake
+inputs:
+  - {topic: rows, pool: Raw, key-format: string, value-format: json, schema: "id bigint"}
+"""
+
+
+def filled(folder: Path) -> None:
+    """Three files. Each later one has wider types, and a further field."""
+    types: list[list[tuple[str, pa.DataType]]] = [
+        [("id", pa.int32()), ("n", pa.int64()), ("d", pa.decimal128(5, 2))],
+        [("id", pa.int64()), ("n", pa.float64()), ("d", pa.decimal128(12, 4)), ("late", pa.list_(pa.string()))],
+    ]
+    for at, fields in enumerate((types[0], types[1], types[1])):
+        numbers = np.arange(at * 10, at * 10 + 10)
+        first = 0.5 if at else 2**53 + 1
+        values: list[dict[str, Any] | None] = [
+            None
+            if number % 5 == 4
+            else {
+                "id": number,
+                "n": first + number,
+                "d": Decimal(number) / 4,
+                "late": [str(number), None],
+            }
+            for number in numbers.tolist()
+        ]
+        kind = pa.struct(fields)
+        rows = [None if row is None else {name: row[name] for name, _ in fields} for row in values]
+        append_raw(
+            f"{folder}/lake", "Raw", "rows", numbers, texts("k", numbers), pa.array(rows, kind), pa.array(numbers)
+        )
+
+
+@pytest.mark.parametrize("include", [None, ("late",), ("n",)])
+@pytest.mark.parametrize(("first", "end"), [(0, 30), (3, 27), (12, 13)])
+def test_a_task_reads_what_spark_reads(
+    spark: SparkSession, tmp_path: Path, include: tuple[str, ...] | None, first: int, end: int
+) -> None:
+    filled(tmp_path)
+    table = SinkTable("Raw", "rows", "rows", staged=False)
+    plan = plan_sink(loaded(tmp_path, TEXT), Sink("all", "sqlite", f"sqlite:///{tmp_path}/it.db"), table)
+    sink = Sink("all", "postgres", "postgresql://localhost/none", (table,), include=include)
+    for mode, delete in (("insert", True), ("upsert", True), ("upsert", False)):
+        part = replace(plan, sink=replace(sink, mode=mode, delete=delete), ranges=(OffsetRange(0, first, end),))
+        whole = layout(part, lambda: spark)
+        source = plain_source(part, whole)
+        assert source is not None
+        names = [*(f"c{number}" for number in range(len(whole.columns))), PARTITION, OFFSET, IS_DELETE]
+        ours = pa.Table.from_batches(list(source.batches(whole))).select(names).to_pylist()
+        frame = source_frame(spark, part, whole, part.ranges)
+        found = in_tasks(frame, lambda batches: [row for batch in batches for row in batch.to_pylist()])
+        theirs = sorted((row for rows in found for row in rows), key=lambda row: row[OFFSET])
+        assert ours == [{name: row[name] for name in names} for row in theirs]
