@@ -161,12 +161,13 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
     # A small batch is planned longer than it runs: its tables side by side, and the views while the state is written.
     with _errors(stage.pool), ThreadPoolExecutor(max(1, len(tables)) if stage.small else 1) as background:
         with planned_once(stage.spark) if stage.small else nullcontext():
-            changes, kinds, facts, search = _changes(stage, tables, anew, reader, folder, background)
+            found = _changes(stage, tables, anew, reader, folder, background)
+        changes, kinds = found.changes, found.kinds
         try:
             rows, views = _results(stage, kinds, changes, anew, reader, columns)
         finally:
             # A row that can't be made fails the views too. The error of its table names the record.
-            with _failures(stage, search):
+            with _failures(stage, found.search):
                 _wait(changes.values())
         crash_point("etl:state-written")
         after = {name: StateFiles() if name in anew else state_files(stage.state, tables[name]) for name in kinds}
@@ -176,7 +177,7 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
     failed = [one for one in stage.known.found.values() if one.topic in topics]
     return ViewBatch(
         rows,
-        [*facts, *failed_facts(failed)],
+        [*found.facts, *failed_facts(failed)],
         [item for change in changes.values() for item in change.files.all],
         removed,
         [item for kind in kinds.values() for item in kind.schema],
@@ -198,6 +199,17 @@ def _wait(changes: Iterable[Change]) -> None:
         _ = change.files
 
 
+@dataclass(frozen=True)
+class _Changes:
+    """The changes of a batch's tables. ``changes``: name of a table → its changes, if there are some. ``kinds``: the types of all
+    tables with a schema. ``facts``: about the records. ``search``: finds the records that fail."""
+
+    changes: Mapping[str, Change]
+    kinds: Mapping[str, TableType]
+    facts: Sequence[Fact]
+    search: Callable[[], Mapping[Place, Failure]]
+
+
 def _changes(
     stage: Stage,
     tables: Mapping[str, Table],
@@ -205,12 +217,8 @@ def _changes(
     reader: StateReader,
     folder: str,
     background: Executor,
-) -> tuple[dict[str, Change], dict[str, TableType], list[Fact], Callable[[], Mapping[Place, Failure]]]:
-    """Name of a table → its changes, of the tables that have some; the types of all tables with a schema; the facts; and the
-    search for the records that fail.
-
-    ``anew``: the tables whose state is made from all raw records.
-    """
+) -> _Changes:
+    """The changes of all tables. ``anew``: the tables whose state is made from all raw records."""
     kinds: dict[str, TableType] = {}
     sources: dict[str, tuple[TableType, DataFrame]] = {}
     untyped: dict[str, DataFrame] = {}
@@ -243,7 +251,7 @@ def _changes(
         found = {each.kind.table.name: change for each, change in zip(records, made, strict=True)}
     # A rebuild takes no new records.
     facts = [*facts, *untyped_facts(untyped)] if stage.rebuild is None else []
-    return found, kinds, facts, search
+    return _Changes(found, kinds, facts, search)
 
 
 def _results(
