@@ -124,7 +124,7 @@ def _ingest_to(
 def _side_by_side(
     session: Session, works: Mapping[str, Callable[[], T]], rest: list[str], troubles: list[ZyncError]
 ) -> Iterator[tuple[str, T]]:
-    """The topics whose works succeed, each with its result. ``works``: topic → its work.
+    """Do the work of each topic, and yield each topic with the result of its work. ``works``: topic → its work.
 
     A topic whose Spark job was lost is added to ``rest``. Another error of a topic is added to ``troubles``.
     """

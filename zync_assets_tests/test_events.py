@@ -148,7 +148,7 @@ def test_a_history_of_events_is_that_of_the_model(
 def test_any_history_of_events_is_that_of_the_model(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, number: int
 ) -> None:
-    """Three histories each, of which the first is the simplest one."""
+    """Each test plays three histories. Hypothesis makes the first history as simple as it can."""
     folders = (tmp_path / f"{unique}-{at}" for at in itertools.count())
 
     @seed(number)

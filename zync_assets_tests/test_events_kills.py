@@ -39,10 +39,10 @@ IN_PUBLISH = (
     "publish:produced@2",
     "publish:verified",
 )
-"""The points of a publisher, which begins with what the one before it left. The last one looks at the records of a killed
-publisher, and needs no records of its own."""
+"""The points of a publisher. Each publisher begins with the records that the killed publisher before it left. The last publisher
+verifies such records, and sends none."""
 ACTIONS = [("emit", "drop"), ("drop", "quarantine"), ("quarantine", "emit")]
-"""What becomes of the expired records of the group, and of the pairs."""
+"""The treatment of expired records: of the group, and of the pairs."""
 RUN = ("run", "--until-idle")
 
 
@@ -58,7 +58,7 @@ def run(world: EventWorld, folder: Path, armed: str = "") -> int:
 
 
 def die(world: EventWorld, folder: Path, *points: str) -> None:
-    """Run the command once for each point, and see it die there."""
+    """Run the command once for each point. The command dies at its point."""
     for point in points:
         assert run(world, folder, point) == -signal.SIGKILL, (point, (folder / "zync.log").read_text())
 

@@ -1,9 +1,9 @@
 """Due records: pending records of earlier batches that go through the rules again, as new records do.
 
-arrived   A record that waits for a row goes through the rules again in the batch that brings a row with the values that the
-          record looks up. The ledger has the hash of these values.
-overdue   A record that may expire in the batch does so too, and with it every pending record of its group. The rule decides
-          which of them expire (``etl.rules.expiry``), and the others are pending again. The account's head has a time for
+arrived   The record waits for a row, and the batch brings a row with the values that the record looks up. The ledger has the
+          hash of these values.
+overdue   The record may expire in the batch. All pending records of its group are due with the record. The rule decides which
+          of the records expire (``etl.rules.expiry``), and the others are pending again. The account's head has a time for
           each rule: no record of the rule has an earlier time. A batch reads the ledger only if a record may expire.
 """
 

@@ -1,7 +1,7 @@
 """The waiting records in the ledger: their look-up by hash and by age, and the compaction of ledger files.
 
-A batch appends a ledger file, so that its commit never waits for history. The ledger has an entry for a record that becomes
-pending, and an entry ``completed`` when another record completes it, often in a later file. Every COMPACTION_FILES batches, a
+A batch appends a ledger file. Its commit never waits for history. The ledger has an entry for a record that becomes pending,
+and often in a later file an entry ``completed``, when another record completes the first. Every COMPACTION_FILES batches, a
 commit also replaces the small files by one: neighbouring ranges are merged, and completed records become ranges. It also merges
 two large files if this shortens them by a quarter.
 
@@ -251,7 +251,7 @@ def _parts(state: StagingState, kind: str) -> Iterator[pa.Table]:
 
 
 def _waiting(found: pa.Table, completed: Iterable[pa.Table]) -> pa.Table:
-    """Those of the pending entries that are not among the completed ones."""
+    """The pending entries of records that are not completed."""
     if not found.num_rows:
         return found
     firsts = np.unique(found["first"].to_numpy())
@@ -287,7 +287,7 @@ def search(state: StagingState, wanted: pa.Table) -> pa.Table:
 
 
 _NEXT = 1_000
-"""Records that wait longest among those that do not wait too long. One that is not completed tells when the next is late."""
+"""The number of oldest records, among the records that are not overdue. The oldest of them that waits tells the next time."""
 _AGED = pa.schema([("rule", pa.string()), *map(NO_ENTRIES.schema.field, [*PLACE, "hash"]), ("since", pa.int64())])
 
 
@@ -305,14 +305,14 @@ def waiting_since(state: StagingState, rule: str, until: int) -> tuple[pa.Table,
         rest = rest.take(pc.select_k_unstable(rest, min(_NEXT, rest.num_rows), [("since", "ascending")]))
     found = _waiting(pa.concat_tables([*late, rest]), _parts(state, "completed"))
     others = found.filter(pc.greater_equal(found["since"], until))
-    # Of those that wait longest, all may be completed: the others wait no longer than they did.
+    # Perhaps all of the oldest records are completed. No other record is older than they are.
     bound = pc.max(rest["since"]).as_py() if rest.num_rows == _NEXT else None
     return found.filter(pc.less(found["since"], until)), pc.min(others["since"]).as_py() if others.num_rows else bound
 
 
 def times_of(texts: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The times of pending entries, in milliseconds since the epoch: a number of a rule with an expiry, or a time of day of a
-    rule that looks up rows. Null for another text."""
+    """The times of pending entries, in milliseconds since the epoch. The text of an entry is a number if its rule has an expiry,
+    and a timestamp if its rule looks up rows. Null for another text."""
     moments, numbers = (
         pc.if_else(pc.match_substring_regex(texts, form), texts, None)
         for form in (r"^\d{4}-\d\d-\d\dT.*Z?$", r"^-?\d+$")

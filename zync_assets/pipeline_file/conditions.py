@@ -175,7 +175,7 @@ def are_apart(one: str | None, other: str | None) -> bool:
 
 
 def is_of_key(where: str) -> bool:
-    """Whether a condition depends on the key and its partition only, so that it is the same for all records of a key.
+    """Whether a condition depends on the key and the partition only. All records of a key then give the same answer.
 
     >>> is_of_key("key.id < 3 AND kafka.partition = 0"), is_of_key("key.id < 3 AND value.country = 'DE'")
     (True, False)

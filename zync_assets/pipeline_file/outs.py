@@ -85,8 +85,8 @@ def former_name(fields: Fields, rule: Rule) -> str | None:
 
 
 def check_parts(rules: Sequence[tuple[Rule, Fields]], outputs: Mapping[str, Output | None]) -> None:
-    """A problem for each output of a rule in another staging pool than the rule's first, for several outputs to a topic whose
-    changes are merged, and for a rule with the name of an output of another."""
+    """Note a problem for an output in another staging pool than the rule's first output. Several outputs to a topic whose changes
+    are merged are a problem too, and so is a rule with the name of another rule's output."""
     pools = {topic: item.pool for topic, item in outputs.items() if item is not None}
     firsts = {rule.name: rule for rule, _ in rules if rule.part_of is None}
     owners = {rule.name: rule.part_of for rule, _ in rules if rule.part_of is not None}

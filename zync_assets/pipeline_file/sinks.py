@@ -250,7 +250,8 @@ def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool)
 
 
 def _check_shared(item: Fields, sink: Sink, others: Iterable[Sink]) -> None:
-    """Two sinks that upsert one source into one table delete rows of each other. Conditions on the key share the rows out."""
+    """A problem for two sinks that upsert one source into one table: each sink deletes rows of the other. Conditions on the key
+    divide the rows between the sinks."""
     for other in others:
         shared = [table for table in sink.tables if table in other.tables]
         same = [(own.kind, own.url, own.mode, own.key, own.rename) for own in (sink, other)]

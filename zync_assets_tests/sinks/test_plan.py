@@ -1,4 +1,4 @@
-"""What a Spark task reads from files by itself is what Spark reads."""
+"""A Spark task that reads files by itself gets the same rows as Spark SQL."""
 
 from __future__ import annotations
 
