@@ -87,6 +87,7 @@ class MysqlTarget(SqlTarget):
 
     days = (date(1000, 1, 1), date.max)
     infinities = False
+    name_limit = 64, "characters"
 
     def make_engine(self) -> Engine:
         url = sa.make_url(self.url).set(drivername="mysql+pymysql")

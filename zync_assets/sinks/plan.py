@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import arrow_type
-from zync_assets.errors import DataLoss, SinkError
+from zync_assets.errors import DataLoss, SchemaError, SinkError
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.parquet_rows import rows_within
 from zync_assets.lake.raw import RawState, raw_files
@@ -27,7 +27,7 @@ from zync_assets.lake.staging import HEADERS_COLUMN, StagingState, key_column, v
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import IS_DELETE, OFFSET, PARTITION, Layout, SourceColumn, make_layout, whole_layout
-from zync_assets.sinks.target import Place, Progress, Target, open_target
+from zync_assets.sinks.target import Place, Progress, Target, named, open_target
 from zync_assets.spark import frames
 from zync_assets.spark.failures import spark_failures
 from zync_assets.spark.session import Session, lazy_session
@@ -35,6 +35,7 @@ from zync_assets.spark.sql import name_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import DataType
 
 BATCH_OFFSETS = 1_000_000
 """The most offsets of a batch. Tasks stream the records, so that the number bounds no memory but the size of load tables."""
@@ -319,17 +320,51 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
         with spark_failures(lambda text: SinkError(f"sink {sink.name}, before: set: {text}")):
             added = [f"{sql} AS {name_sql(name)}" for name, sql in sink.added.items()]
             frame = _records(session(), plan, plan.ranges).selectExpr(*added)
-            types = {item.name: arrow_type(item.dataType) for item in frame.schema}
-    return make_layout(
+            kinds = {item.name: item.dataType for item in frame.schema}
+        types = {name: _held_type(plan, name, kind) for name, kind in kinds.items()}
+    target = plan.target()
+    whole = make_layout(
         sink,
         table,
-        plan.target(),
+        target,
         sides,
         comment,
         schemas,
         plan.pipeline.unavailable_value,
         types,
     )
+    _check_lengths(plan, target, whole)
+    return whole
+
+
+def _held_type(plan: SinkPlan, name: str, kind: DataType) -> pa.DataType:
+    """The Arrow type of a column of ``before: {set: ...}``. SinkError for a type that targets do not have."""
+    try:
+        return arrow_type(kind)
+    except SchemaError:
+        raise SinkError(
+            f"sink {plan.sink.name}, table {plan.table.name}: column {name} is {kind.simpleString()}, which targets do not have."
+            f" Make it a text with before: {{set: ...}}: {name}: CAST({plan.sink.added[name]} AS STRING)."
+        ) from None
+
+
+def _check_lengths(plan: SinkPlan, target: Target, whole: Layout) -> None:
+    """SinkError for a name that is longer than the target takes. PostgreSQL would cut a column's, and not find it again."""
+    if target.name_limit is None:
+        return
+    most, unit = target.name_limit
+    own = {item.column.name for item in whole.columns}
+    names = [(part, "table", "table:") for part in named(whole.spec) if part is not None]
+    names += [
+        (item.name, "column", "columns: {rename: ...}" if item.name in own else f"before: function {whole.function}")
+        for item in whole.spec.columns
+    ]
+    for name, what, key in names:
+        if (length := len(name.encode() if unit == "bytes" else name)) > most:
+            raise SinkError(
+                f"sink {plan.sink.name}, {plan.table.source}: the name {name} of the {what} has {length} {unit}, and the target"
+                f" takes {most} at the most. Give a shorter name with {key}."
+            )
 
 
 def _staged_columns(schema: pa.Schema, *, staged: bool) -> dict[str, pa.DataType]:

@@ -50,7 +50,7 @@ _PASSING = ("08", "53", "57", "58", "40", "55")
 _REFUSALS = ("22", "23", "44", "P0")
 """Classes of SQLSTATE: data, integrity, WITH CHECK OPTION, an error of a trigger."""
 _DENIED = ("42501", "3F000")
-"""SQLSTATEs: the role lacks a right; it may use no schema of the search path."""
+"""SQLSTATEs: the role lacks a right; the table's schema is missing, or the role may use none of the search path."""
 _LOGIN_ERRORS: Mapping[str, str] = {
     "certificate verify failed": "Name the file of its CA in the url, ?sslrootcert=FILE; sslmode=require would trust any server.",
     "server does not support SSL": "Turn TLS on at the server. In a network that you trust, write ?sslmode=disable in the url.",
@@ -67,6 +67,8 @@ class PostgresTarget(SqlTarget):
     """A database of a PostgreSQL server."""
 
     load_prefixes = ("UNLOGGED",)
+
+    name_limit = 63, "bytes"
 
     _table: str | None = None
     """The table of the present call, for the cure of a missing right."""
@@ -274,8 +276,8 @@ def _login_cure(error: exc.DBAPIError, url: sa.URL) -> str | None:
     return next((cure for words, cure in _LOGIN_ERRORS.items() if words in text), None)
 
 
-def missing_rights(connection: Connection, table: str | None) -> str | None:
-    """The statements that grant the role of a connection what a sink needs and the role lacks; None if it lacks nothing.
+def missing_rights(connection: Connection, table: str | None) -> str:
+    """The statements that make the table's schema, and grant the role of a connection what a sink needs and the role lacks.
 
     ``table``: the target table as the pipeline file names it, None if no table was in use.
     """
@@ -284,8 +286,6 @@ def missing_rights(connection: Connection, table: str | None) -> str | None:
     own_schema = own or "public"  # a schema that the role may not use is not current
     schema, _, name = (table or "").rpartition(".")
     needs = [("SCHEMA", quote(own_schema), ["USAGE", "CREATE"], sa.func.has_schema_privilege, own_schema)]
-    if schema:
-        needs.append(("SCHEMA", quote(schema), ["USAGE"], sa.func.has_schema_privilege, schema))
     classes, spaces = (
         sa.table("pg_class", *map(sa.column, ("oid", "relname", "relnamespace"))),
         sa.table("pg_namespace", *map(sa.column, ("oid", "nspname"))),
@@ -295,16 +295,25 @@ def missing_rights(connection: Connection, table: str | None) -> str | None:
         (own_schema, QUARANTINE.name),
         *([(schema or own_schema, name)] if name else []),
     ]
+    is_there = False
     for place in places:
         found = connection.execute(
             sa.select(classes.c.oid)
             .join_from(classes, spaces, classes.c.relnamespace == spaces.c.oid)
             .where(spaces.c.nspname == place[0], classes.c.relname == place[1])
         ).scalar()
-        if found is not None:
+        is_there = found is not None
+        if is_there:
             text = ".".join(map(quote, place))
             needs.append(("TABLE", text, list(_TABLE_RIGHTS), sa.func.has_table_privilege, found))
     lines: list[str] = []
+    if schema:
+        if connection.execute(sa.select(spaces.c.oid).where(spaces.c.nspname == schema)).first() is None:
+            lines.append(f"CREATE SCHEMA {quote(schema)};")
+        else:
+            # The sink makes a table that is missing.
+            rights = ["USAGE"] if is_there else ["USAGE", "CREATE"]
+            needs.insert(1, ("SCHEMA", quote(schema), rights, sa.func.has_schema_privilege, schema))
     for kind, text, rights, has_right, thing in needs:
         lacks = [right for right in rights if not connection.execute(sa.select(has_right(thing, right))).scalar()]
         if lacks:

@@ -195,6 +195,9 @@ class Target(ABC):
     infinities = True
     """Whether the target holds infinities. A target without infinities refuses a record that has one."""
 
+    name_limit: tuple[int, str] | None = None
+    """The length of the longest name of a table or column, and whether it counts ``bytes`` or ``characters``; None: no limit."""
+
     whole_records = False
     """Whether the target takes records as the source has them: the columns ``kafka``, ``key`` and ``value``, in the order of
     (partition, offset), in one task. Such a target appends, and has no key."""

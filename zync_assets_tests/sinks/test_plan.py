@@ -1,4 +1,4 @@
-"""A Spark task that reads files by itself gets the same rows as Spark SQL."""
+"""A Spark task that reads files by itself gets the same rows as Spark SQL. A column that no target can have is an error."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from zync_assets.errors import SinkError
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Sink, SinkTable
 from zync_assets.sinks.columns import IS_DELETE, OFFSET, PARTITION
@@ -77,3 +78,63 @@ def test_a_task_reads_what_spark_reads(
         found = in_tasks(frame, lambda batches: [row for batch in batches for row in batch.to_pylist()])
         theirs = sorted((row for rows in found for row in rows), key=lambda row: row[OFFSET])
         assert ours == [{name: row[name] for name in names} for row in theirs]
+
+
+def test_the_error_of_a_type_that_no_target_has_names_the_column_and_the_cure(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    filled(tmp_path)
+    table = SinkTable("Raw", "rows", "shop_rows", staged=False)
+    added = {"year": "2024", "wait": "kafka.time - kafka.time"}
+    sink = Sink("house", "sqlite", f"sqlite:///{tmp_path}/it.db", (table,), "insert", added=added)
+    plan = plan_sink(loaded(tmp_path, TEXT), sink, table)
+    with pytest.raises(SinkError) as error:
+        layout(plan, lambda: spark)
+    cure = "wait: CAST(kafka.time - kafka.time AS STRING)"
+    assert str(error.value) == (
+        "sink house, table shop_rows: column wait is interval day to second, which targets do not have. Make it a text with"
+        f" before: {{set: ...}}: {cure}."
+    )
+    cured = replace(sink, added={**added, "wait": cure.removeprefix("wait: ")})
+    columns = {item.name: item.type for item in layout(replace(plan, sink=cured), lambda: spark).spec.columns}
+    assert columns["wait"] == pa.string()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "rename", "text"),
+    [
+        (
+            "postgres",
+            "t" * 64,
+            {},
+            f"the name {'t' * 64} of the table has 64 bytes, and the target takes 63 at the most.",
+        ),
+        ("postgres", "é" * 32, {}, f"the name {'é' * 32} of the table has 64 bytes"),
+        ("postgres", f"{'s' * 64}.t", {}, f"the name {'s' * 64} of the table has 64 bytes"),
+        ("postgres", f"{'s' * 63}.{'t' * 63}", {"n": "n" * 63}, None),
+        ("postgres", "t", {"n": "n" * 64}, f"the name {'n' * 64} of the column has 64 bytes"),
+        ("mysql", "t" * 65, {}, "of the table has 65 characters, and the target takes 64 at the most."),
+        ("mysql", "é" * 64, {"n": "é" * 64}, None),
+        ("mysql", "t", {"n": "é" * 65}, "of the column has 65 characters"),
+        ("sqlite", "t" * 300, {"n": "n" * 300}, None),
+    ],
+)
+def test_a_name_that_the_target_would_cut_is_refused(
+    tmp_path: Path, kind: str, name: str, rename: dict[str, str], text: str | None
+) -> None:
+    filled(tmp_path)
+    own = SinkTable("Raw", "rows", name, staged=False)
+    plan = plan_sink(loaded(tmp_path, TEXT), Sink("all", "sqlite", f"sqlite:///{tmp_path}/it.db"), own)
+    sink = Sink("house", kind, f"{kind}://localhost/none", (own,), rename=rename)
+    found = ""
+    try:
+        layout(replace(plan, sink=sink), lambda: pytest.fail("a session is started"))
+    except SinkError as error:
+        found = str(error)
+    if text is None:
+        assert found == ""
+    else:
+        key = "columns: {rename: ...}" if rename else "table:"
+        assert found.startswith("sink house, Raw.rows: ")
+        assert text in found
+        assert found.endswith(f"Give a shorter name with {key}.")

@@ -308,6 +308,23 @@ def test_a_role_that_lacks_a_right_is_told_the_grant_that_cures_it(
         assert server.run(database, "SELECT * FROM shop.rows") == [(2, "B", 2)]
 
 
+def test_a_missing_schema_is_made_by_the_statements_of_the_errors(server: Postgres, database: str, role: str) -> None:
+    target, name = PostgresTarget(url(server, database, role)), "No such.rows"
+    table = TableSpec(name, (Column("id", pa.int64()), Column("v", pa.string())), ("id",), "upsert")
+    for message, cure in [
+        ('schema "No such" does not exist', 'CREATE SCHEMA "No such";'),
+        ("permission denied for schema No such", f'GRANT USAGE, CREATE ON SCHEMA "No such" TO "{role}";'),
+    ]:
+        with pytest.raises(SinkError) as error:
+            target.prepare(table, create=True, evolve="none")
+        assert message in str(error.value)
+        assert str(error.value).split("Run:\n")[1] == cure
+        server.run(database, cure)
+    target.prepare(table, create=True, evolve="none")
+    apply(target, table, [one(1, {"v": "a"})])
+    assert server.run(database, 'SELECT * FROM "No such".rows') == [(1, "a")]
+
+
 def test_a_change_that_only_an_owner_may_make_says_so(server: Postgres, database: str, role: str) -> None:
     columns = tuple(Column(name, pa.string() if name != "id" else pa.int64()) for name in ("id", "name", "more"))
     with pytest.raises(SinkError, match=f'must be owner of table rows.* make "{role}" its owner'):
