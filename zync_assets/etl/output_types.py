@@ -34,8 +34,9 @@ from zync_assets.etl.rules.output_schemas import (
     with_notes,
     written_forms,
 )
-from zync_assets.etl.rules.parts import ITEM, item_frame
+from zync_assets.etl.rules.parts import item_frame
 from zync_assets.etl.rules.shapes import (
+    ITEM,
     Question,
     check_headers,
     expression_type,

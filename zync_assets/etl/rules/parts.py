@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 from zync_assets.errors import EtlError
 from zync_assets.etl.rules.assignment import KEPT
 from zync_assets.etl.rules.kind import Emission, OutputColumns
-from zync_assets.etl.rules.shapes import expression_type, type_sql
+from zync_assets.etl.rules.shapes import ITEM, expression_type, type_sql
 from zync_assets.pipeline import Rule
 from zync_assets.spark.sql import name_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
-
-ITEM = "item"
 
 
 def emitted(frame: DataFrame, rule: Rule, about: Sequence[str], made: str, emission: Emission) -> DataFrame:

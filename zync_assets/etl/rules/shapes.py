@@ -17,6 +17,7 @@ from zync_assets.spark.failures import short
 from zync_assets.spark.sql import leaves, name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
+    from pyspark.errors import PySparkException
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType, StructType
 
@@ -24,6 +25,8 @@ Question = tuple[Mapping[str, "DataFrame"], str]
 """An expression over the record frames of some sides, as ``expression_type`` takes them."""
 _MISSING = ("FIELD_NOT_FOUND", "UNRESOLVED_COLUMN")
 """Conditions of Spark's errors for a name that a record does not have."""
+ITEM = "item"
+"""The side of a rule with ``explode`` that is an element of the array."""
 _SCHEMAS: WeakKeyDictionary[DataFrame, StructType] = WeakKeyDictionary()
 _TYPES: RecentCache[tuple[object, ...], DataType] = RecentCache(10_000)
 """The known types of expressions, by the types of their sides. A question to Spark takes longer than a small batch."""
@@ -44,10 +47,23 @@ def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: st
             found = _asked(sides, [f"{sql} AS `it`"]).schema["it"].dataType
         except (AnalysisException, ParseException) as error:
             kind = FieldMissing if (error.getCondition() or "").startswith(_MISSING) else EtlError
-            raise kind(f"rule {rule}, {key}: {sql}: {short(error)}") from error
+            raise kind(f"rule {rule}, {key}: {sql}: {_fieldless(error) or short(error)}") from error
         found = nullable(found)
         _TYPES.put(place, found)
     return found
+
+
+def _fieldless(error: PySparkException) -> str | None:
+    """The text for a field of what has no fields; None for another error."""
+    told = error.getMessageParameters() or {}
+    if error.getCondition() != "INVALID_EXTRACT_BASE_FIELD_TYPE" or not told.keys() >= {"base", "other"}:
+        return None
+    base, kind = told["base"].strip('"'), told["other"].strip('"').lower()
+    if base == ITEM:
+        return (
+            f"an element of the array is {kind}, and has no fields. Write {ITEM} alone, or explode an array of structs."
+        )
+    return f"{base} is {kind}, and has no fields. Write it without the field's name, or name a struct."
 
 
 def shape_type(sides: Mapping[str, DataFrame], shape: Shape, rule: str, key: str) -> DataType:

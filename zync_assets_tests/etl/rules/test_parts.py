@@ -126,3 +126,25 @@ def test_the_condition_of_an_output_is_a_condition(
     place = f"rule fan, where of output {it.out}: in.value.id is bigint; it must be a condition"
     with pytest.raises(EtlError, match=re.escape(place)):
         it.step()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (
+            "CAST(item AS BIGINT)",
+            "item.sku",
+            "rule fan/2, value.id: (item.sku): an element of the array is string, and has no fields. Write item alone, or explode"
+            " an array of structs.",
+        ),
+        ("item <> 'x'", "item.sku > 0", "(item.sku > 0): an element of the array is string, and has no fields."),
+        ("id: in.value.id}}", "id: in.value.id.no}}", "(in.value.id.no): in.value.id is bigint, and has no fields."),
+    ],
+)
+def test_a_field_of_what_has_no_fields_is_told_with_its_cure(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, old: str, new: str, text: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, FILE.replace(old, new))
+    it.send(it.left, {"id": 3, "v": "v", "items": ["1"]})
+    with pytest.raises(EtlError, match=re.escape(text)):
+        it.step()
