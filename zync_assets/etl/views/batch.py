@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -158,18 +158,11 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
     if not tables and not head.tables and not head.views:
         return None
     reader = StateReader(stage.spark, uri)
-    # A small batch is planned longer than it runs: its tables side by side, and the views while the state is written.
-    with _errors(stage.pool), ThreadPoolExecutor(max(1, len(tables)) if stage.small else 1) as background:
+    with _errors(stage.pool):
         with planned_once(stage.spark) if stage.small else nullcontext():
-            found = _changes(stage, tables, anew, reader, folder, background)
-        changes, kinds = found.changes, found.kinds
-        try:
-            rows, views = _results(stage, kinds, changes, anew, reader, columns)
-        finally:
-            # A row that can't be made fails the views too. The error of its table names the record.
-            with _failures(stage, found.search):
-                _wait(changes.values())
+            changes, kinds, facts = _changes(stage, tables, anew, reader, folder)
         crash_point("etl:state-written")
+        rows, views = _results(stage, kinds, changes, anew, reader, columns)
         after = {name: StateFiles() if name in anew else state_files(stage.state, tables[name]) for name in kinds}
         after |= {name: after[name] + change.files for name, change in changes.items()}
         events = EventRows(reader, kinds, after, stage.small)
@@ -177,7 +170,7 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
     failed = [one for one in stage.known.found.values() if one.topic in topics]
     return ViewBatch(
         rows,
-        [*found.facts, *failed_facts(failed)],
+        [*facts, *failed_facts(failed)],
         [item for change in changes.values() for item in change.files.all],
         removed,
         [item for kind in kinds.values() for item in kind.schema],
@@ -193,32 +186,13 @@ def _is_unused(item: DataFile, tables: Iterable[Table]) -> bool:
     return is_state and item.group not in {group for table in tables for group in (table.versions, table.replaced)}
 
 
-def _wait(changes: Iterable[Change]) -> None:
-    """Wait until the files of all changes are written."""
-    for change in changes:
-        _ = change.files
-
-
-@dataclass(frozen=True)
-class _Changes:
-    """The changes of a batch's tables. ``changes``: name of a table → its changes, if there are some. ``kinds``: the types of all
-    tables with a schema. ``facts``: about the records. ``search``: finds the records that fail."""
-
-    changes: Mapping[str, Change]
-    kinds: Mapping[str, TableType]
-    facts: Sequence[Fact]
-    search: Callable[[], Mapping[Place, Failure]]
-
-
 def _changes(
-    stage: Stage,
-    tables: Mapping[str, Table],
-    anew: Collection[str],
-    reader: StateReader,
-    folder: str,
-    background: Executor,
-) -> _Changes:
-    """The changes of all tables. ``anew``: the tables whose state is made from all raw records."""
+    stage: Stage, tables: Mapping[str, Table], anew: Collection[str], reader: StateReader, folder: str
+) -> tuple[dict[str, Change], dict[str, TableType], list[Fact]]:
+    """Name of a table → its changes, of the tables that have some; the types of all tables with a schema; and the facts.
+
+    ``anew``: the tables whose state is made from all raw records.
+    """
     kinds: dict[str, TableType] = {}
     sources: dict[str, tuple[TableType, DataFrame]] = {}
     untyped: dict[str, DataFrame] = {}
@@ -238,20 +212,22 @@ def _changes(
             sources[name] = kinds[name], stage.records(topic)
     parts = {name: (kind, record_rows(kind, frame, stage.ordering)) for name, (kind, frame) in sources.items()}
     placeholder = stage.pipeline.unavailable_value
-    search = partial(table_failures, stage.spark, sources)
-    with _failures(stage, search):
+    found: dict[str, Change] = {}
+    with _failures(stage, lambda: table_failures(stage.spark, sources)):
         records, facts = table_records(parts, placeholder, small=stage.small, measured=stage.measured)
 
         def written(at: int) -> Change:
             table = records[at].kind.table
             before = StateFiles() if table.name in anew else state_files(stage.state, table)
-            return write_changes(reader, records[at], before, f"{folder}/state-{at}", placeholder, background)
+            return write_changes(reader, records[at], before, f"{folder}/state-{at}", placeholder)
 
-        made = list(background.map(written, range(len(records))))
+        # A small batch is planned longer than it runs, and its tables side by side.
+        with ThreadPoolExecutor(max(1, len(records)) if stage.small else 1) as pool:
+            made = list(pool.map(written, range(len(records))))
         found = {each.kind.table.name: change for each, change in zip(records, made, strict=True)}
     # A rebuild takes no new records.
     facts = [*facts, *untyped_facts(untyped)] if stage.rebuild is None else []
-    return _Changes(found, kinds, facts, search)
+    return found, kinds, facts
 
 
 def _results(

@@ -7,10 +7,8 @@ that a view reads only the columns that it needs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from zync_assets.codecs.spark_types import spark_type
@@ -167,35 +165,19 @@ def _placeholders(kind: TableType, placeholder: str | None) -> list[tuple[str, s
 
 @dataclass(frozen=True)
 class Change:
-    """The changes of a table in a batch. ``before``: the table's files before the batch. ``pairs``: the changes of a small batch:
-    key, row, version, old_row, old_version (null: the key is new). ``written``: waits for the files."""
+    """The changes of a table in a batch. ``before``: the table's files before the batch; ``files``: the changes. ``pairs``: the
+    changes of a small batch: key, row, version, old_row, old_version (null: the key is new)."""
 
     kind: TableType
     before: StateFiles
-    written: Callable[[], StateFiles] = field(repr=False)
+    files: StateFiles
     pairs: DataFrame | None = field(default=None, repr=False)
-
-    @cached_property
-    def files(self) -> StateFiles:
-        """The changes as files of the state. Raises the error of the writing task."""
-        return self.written()
-
-    @property
-    def is_insert(self) -> bool:
-        """Whether no key of the changes had a row before, as far as this is known without a wait."""
-        return not (self.files.replaced if self.pairs is None else self.before.versions)
 
 
 def write_changes(
-    reader: StateReader,
-    records: TableRecords,
-    before: StateFiles,
-    folder: str,
-    placeholder: str | None,
-    background: Executor,
+    reader: StateReader, records: TableRecords, before: StateFiles, folder: str, placeholder: str | None
 ) -> Change:
-    """Write the changes of a batch as files of the state, which no commit names yet. A small batch is written in the
-    ``background``, while views work with its ``pairs``.
+    """Write the changes of a batch as files of the state, which no commit names yet.
 
     EtlError for a key that comes in two partitions.
     """
@@ -205,14 +187,14 @@ def write_changes(
     if places is not None:
         found = _with_old(_latest(kind, records, placeholder, _looked_up(reader, kind, before, places)))
         pairs = checkpoint(_replacing(kind, records, placeholder, found), eager=False)
-        written = background.submit(lambda: write_state(_versions(pairs), kind, reader.uri, folder, small=True))
-        return Change(kind, before, written.result, pairs)
+        files = write_state(_versions(pairs), kind, reader.uri, folder, small=True)
+        return Change(kind, before, files, pairs)
     same = before.within(records.span)
     if not same.versions and not records.opens and not kind.table.by_time:
         split, about = _split_sql(kind, "least(before, partition)", "greatest(before, partition)"), records.count
         measured = records.measured
         files = write_new_rows(reader, kind, records.frame, split, folder, count=about, measured=measured)
-        return Change(kind, before, lambda: files)
+        return Change(kind, before, files)
     found = _latest(kind, records, placeholder)
     if not same.versions:
         checked = _checked(kind, _version_sql("partition", "last"), "lowest", "highest")
@@ -220,8 +202,7 @@ def write_changes(
     else:
         old = reader.live(kind, same).selectExpr("key AS old_key", "row AS old_row", "version AS old")
         frame = _versions(_replacing(kind, records, placeholder, found.join(old, F.expr("key = old_key"), "left")))
-    files = write_state(frame, kind, reader.uri, folder, small=False)
-    return Change(kind, before, lambda: files)
+    return Change(kind, before, write_state(frame, kind, reader.uri, folder, small=False))
 
 
 def _looked_up(reader: StateReader, kind: TableType, before: StateFiles, places: Places) -> DataFrame:

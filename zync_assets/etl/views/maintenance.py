@@ -191,12 +191,10 @@ class Maintenance:
 
     def _few(self) -> set[str]:
         """The aliases whose rows each task of a large batch may have."""
-        if self.small:
-            return set()
         files = {alias: [*self.before[alias].versions] for alias in self.query.aliases}
         for alias, change in self.changes.items():
             files[alias] += change.files.all
-        return {alias for alias, each in files.items() if is_few(each)}
+        return set() if self.small else {alias for alias, each in files.items() if is_few(each)}
 
     def _start(self) -> tuple[str, bool]:
         """The alias of the first field of the key that is of one alias; whether all fields are of this alias."""
@@ -351,12 +349,13 @@ class Maintenance:
         pairs = None if change is None else change.pairs
         files = (*before.replaced, *(change.files.replaced if change is not None and pairs is None else ()))
         gone = [self._of_versions(alias, files, values, ()).select("version")] if files else []
-        if pairs is not None:
+        if pairs is not None and change is not None and change.files.replaced:
             gone.append(pairs.where("old_version IS NOT NULL").selectExpr("old_version AS version"))
         if self.small:
             found = found.repartition(1)
         if gone:
-            few = not self.small and is_few([*files, *(change.files.replaced if change is not None else ())])
+            replaced = [*files, *(change.files.replaced if change is not None else ())]
+            few = not self.small and is_few(replaced)
             found = without_versions(found, union(gone).repartition(1) if self.small else union(gone), few=few)
         versions = "1" if self.all_new or alias in self.steady else "explode(array(0, 1))"
         return found.selectExpr(name_sql(alias), ORD, CAUSE, f"{versions} AS {V}")
@@ -387,7 +386,7 @@ class Maintenance:
             pairs = pairs.join(old, F.expr("key = old_key"), "left") if change.files.replaced else pairs
         row = self.query.row_sql(alias, kind.state_row)
         cause = self._cause_sql(alias, "version.offsets", "element_at(version.offsets, -1)")
-        if change.is_insert:
+        if not change.files.replaced:
             return pairs.where("row IS NOT NULL").selectExpr(
                 f"{row} AS {name_sql(alias)}", f"1 AS {V}", *cause, "true AS z_changed"
             )
