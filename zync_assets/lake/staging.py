@@ -51,7 +51,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
@@ -66,7 +66,7 @@ from zync_assets.errors import CommitConflict, LakeError, TableDamaged
 from zync_assets.lake import storage, tables, tampering
 from zync_assets.lake.head import Head, head_rows, parse_head
 from zync_assets.lake.log import DataFile, LakeTable
-from zync_assets.offsets import place_text
+from zync_assets.offsets import OffsetRange, place_text
 
 ACCOUNT = "#account"
 STATE = "#state:"
@@ -140,9 +140,9 @@ class StagingState:
         """The Delta table id. A new table at the same place has another id."""
         return str(self.table.metadata.id)
 
-    def output_files(self, topic: str) -> list[DataFile]:
-        """Files of an output topic, sorted by partition and offset as numbers."""
-        found = [item for item in self.files if item.group == topic]
+    def output_files(self, topic: str, ranges: Collection[OffsetRange] | None = None) -> list[DataFile]:
+        """Files of an output topic with an offset of ``ranges`` (None: all files), sorted by partition and offset, as numbers."""
+        found = [item for item in self.files if item.group == topic and (ranges is None or _has_any(item, ranges))]
         return sorted(found, key=lambda item: (item.partition or 0, item.first or 0))
 
     @property
@@ -155,6 +155,14 @@ class StagingState:
 
     def uri(self, item: DataFile) -> str:
         return storage.join(self.table.uri, item.path)
+
+
+def _has_any(item: DataFile, ranges: Iterable[OffsetRange]) -> bool:
+    """Whether a file may have an offset of the ranges."""
+    return any(
+        part.partition == item.partition and (item.first or 0) < part.end and part.first <= (item.last or 0)
+        for part in ranges
+    )
 
 
 def open_staging(lake: str, pool: str) -> StagingState | None:

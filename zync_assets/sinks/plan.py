@@ -90,9 +90,9 @@ class SinkPlan:
 
     @property
     def files(self) -> list[DataFile]:
-        """The lake's files with records of the batch, and maybe others."""
+        """The lake's files with records of the batch."""
         if isinstance(self.state, StagingState):
-            return list(self.state.output_files(self.table.topic))
+            return self.state.output_files(self.table.topic, self.ranges)
         return [] if self.state is None else list(raw_files(self.state, self.ranges))
 
     @property
@@ -196,7 +196,7 @@ def plain_source(plan: SinkPlan, whole: Layout) -> PlainSource | None:
     present = {side: name for side, name in sides.items() if name in state.schema.names}
     return PlainSource(
         state.table.uri,
-        tuple(item for item in plan.files if any(_overlaps(item, part) for part in plan.ranges)),
+        tuple(plan.files),
         plan.ranges,
         present,
         has_deletes,
@@ -212,10 +212,6 @@ def side_names(plan: SinkPlan) -> dict[str, str]:
         if plan.table.staged
         else {"key": "key", "value": "value"}
     )
-
-
-def _overlaps(item: DataFile, part: OffsetRange) -> bool:
-    return item.partition == part.partition and (item.first or 0) < part.end and part.first <= (item.last or 0)
 
 
 def place_of(pipeline: Pipeline, sink: Sink, table: SinkTable) -> Place:

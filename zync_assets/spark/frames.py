@@ -246,11 +246,7 @@ def output_frame(
     plain += [HEADERS_COLUMN] if HEADERS_COLUMN in state.schema.names else []
     schema = pa.schema([state.schema.field(name) for name in ["kafka", *present.values(), *plain[1:]]])
     parts = None if ranges is None else list(ranges)
-    files = [
-        item
-        for item in state.output_files(topic)
-        if parts is None or any((item.first or 0) < part.end and part.first <= (item.last or 0) for part in parts)
-    ]
+    files = state.output_files(topic, parts)
     frame = parquet_frame(spark, state.table.uri, files, schema)
     sides = [(F.col(f"`{present[side]}`") if side in present else F.lit(None)).alias(side) for side in ("key", "value")]
     whole = frame.select("kafka", *sides, *plain[1:])
