@@ -29,6 +29,7 @@ from zync_assets.sinks.sql_types import (
     at_place,
     holds,
     place_values,
+    refuse_creation,
     sql_text,
     standard_type,
     type_text,
@@ -183,9 +184,7 @@ class SqlTarget(Target):
             name, schema = named(spec)
             if not sa.inspect(connection).has_table(name, schema):
                 table = self.new_table(spec)
-                if not create:
-                    ddl = str(sa.schema.CreateTable(table).compile(connection)).strip()
-                    raise TableUnfit(f"table {spec.name} is not there. Set create: true, or run:\n{ddl};")
+                refuse_creation(connection, spec.name, table, create=create)
                 table.create(connection)
                 return
             table = self._reflected(connection, spec)

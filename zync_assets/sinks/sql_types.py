@@ -27,6 +27,7 @@ import pyarrow as pa
 import sqlalchemy as sa
 from sqlalchemy import exc
 
+from zync_assets.errors import TableUnfit
 from zync_assets.sinks.target import Place
 
 SqlType: TypeAlias = sa.types.TypeEngine[Any]
@@ -212,3 +213,18 @@ def sql_text(kind: SqlType, connection: sa.Connection) -> str:
         return kind.compile(connection.dialect)
     except exc.CompileError:
         return "of another type"
+
+
+def refuse_creation(connection: sa.Connection, name: str, table: sa.Table, *, create: bool) -> None:
+    """TableUnfit for a missing table that a sink can't make, or may not make by ``create``. ``name``: as the pipeline file has
+    it."""
+    lacks_schema = table.schema is not None and not sa.inspect(connection).has_schema(table.schema)
+    if lacks_schema and connection.dialect.name == "sqlite":
+        raise TableUnfit(f"table {name}: SQLite has no schema {table.schema}. Write table: {table.name}.")
+    if create and not lacks_schema:
+        return
+    items = [*([sa.schema.CreateSchema(table.schema or "")] if lacks_schema else []), sa.schema.CreateTable(table)]
+    ddl = [f"{str(item.compile(connection)).strip()};" for item in items]
+    if create:
+        raise TableUnfit(f"table {name}: schema {table.schema} does not exist. Run:\n{ddl[0]}")
+    raise TableUnfit(f"table {name} is not there. Set create: true, or run:\n" + "\n".join(ddl))

@@ -312,7 +312,7 @@ def test_a_missing_schema_is_made_by_the_statements_of_the_errors(server: Postgr
     target, name = PostgresTarget(url(server, database, role)), "No such.rows"
     table = TableSpec(name, (Column("id", pa.int64()), Column("v", pa.string())), ("id",), "upsert")
     for message, cure in [
-        ('schema "No such" does not exist', 'CREATE SCHEMA "No such";'),
+        ("schema No such does not exist", 'CREATE SCHEMA "No such";'),
         ("permission denied for schema No such", f'GRANT USAGE, CREATE ON SCHEMA "No such" TO "{role}";'),
     ]:
         with pytest.raises(SinkError) as error:
@@ -321,6 +321,22 @@ def test_a_missing_schema_is_made_by_the_statements_of_the_errors(server: Postgr
         assert str(error.value).split("Run:\n")[1] == cure
         server.run(database, cure)
     target.prepare(table, create=True, evolve="none")
+    apply(target, table, [one(1, {"v": "a"})])
+    assert server.run(database, 'SELECT * FROM "No such".rows') == [(1, "a")]
+
+
+def test_a_table_that_the_sink_may_not_make_is_made_by_the_statements_of_the_error(
+    server: Postgres, database: str
+) -> None:
+    target = PostgresTarget(url(server, database))
+    table = TableSpec("No such.rows", (Column("id", pa.int64()), Column("v", pa.string())), ("id",), "upsert")
+    for first in ('CREATE SCHEMA "No such"', 'CREATE TABLE "No such".rows'):
+        with pytest.raises(TableUnfit, match=r"is not there\. Set create: true, or run:") as error:
+            target.prepare(table, create=False, evolve="none")
+        statements = str(error.value).split("run:\n")[1]
+        assert statements.startswith(first)
+        server.run(database, statements if "TABLE" in first else statements.partition(";")[0])
+    target.prepare(table, create=False, evolve="none")
     apply(target, table, [one(1, {"v": "a"})])
     assert server.run(database, 'SELECT * FROM "No such".rows') == [(1, "a")]
 

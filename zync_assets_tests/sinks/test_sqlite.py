@@ -64,3 +64,12 @@ def test_a_text_does_not_go_into_a_column_that_would_make_it_a_number(tmp_path: 
             ("2024-01-02", 2**62 + 1, "integer")
         ]
     assert [row["n"] for batch in target.rows(table) for row in batch.to_pylist()] == [2**62 + 1]
+
+
+@pytest.mark.parametrize("create", [True, False])
+def test_a_table_in_a_schema_is_refused_with_the_cure(tmp_path: Path, create: bool) -> None:
+    target = SqliteTarget(f"sqlite:///{tmp_path}/it.db")
+    with pytest.raises(TableUnfit, match=r"^table shop\.rows: SQLite has no schema shop\. Write table: rows\.$"):
+        target.prepare(
+            TableSpec("shop.rows", (Column("id", pa.int64()),), ("id",), "upsert"), create=create, evolve="add"
+        )
