@@ -248,7 +248,7 @@ class DatabendTarget(SqlTarget):
     # ---- the merge
 
     @contextmanager
-    def merging(self, loads: Sequence[LoadTable]) -> Generator[Connection]:
+    def merging(self, merge: Merge) -> Generator[Connection]:
         with self.errors(), self.engine().connect() as connection:
             connection.exec_driver_sql("BEGIN")
             try:

@@ -35,7 +35,7 @@ from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import BOOK, DIGITS, SqlType
 from zync_assets.sinks.sql_types import holds as standard_holds
-from zync_assets.sinks.target import LOCAL_HOSTS, Column, Place, TableSpec, load_names
+from zync_assets.sinks.target import LOCAL_HOSTS, Column, Merge, Place, TableSpec, load_names
 
 CONNECT_SECONDS = 10
 KEY_LENGTH = 255
@@ -115,6 +115,17 @@ class MysqlTarget(SqlTarget):
                 if connection.execute(sa.select(sa.func.is_used_lock(_lock(other)))).scalar() is None:
                     sa.Table(name, sa.MetaData()).drop(connection, checkfirst=True)
             yield f"{place.load_prefix}{number}_"
+
+    @contextmanager
+    def merging(self, merge: Merge) -> Generator[Connection]:
+        if not merge.clear:
+            with super().merging(merge) as connection:
+                yield connection
+            return
+        # Positions that are not there are locked too: no first batch can begin, or be committed, while the table is emptied.
+        connecting = self.engine().connect().execution_options(isolation_level="REPEATABLE READ")
+        with self.errors(), connecting as connection, connection.begin():
+            yield connection
 
     def create_book(self, connection: Connection) -> None:
         for table in BOOK.sorted_tables:

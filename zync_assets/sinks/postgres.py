@@ -182,6 +182,13 @@ class PostgresTarget(SqlTarget):
                 csv.write_csv(pa.RecordBatch.from_arrays(texts, names=names), buffer, options)
                 copy.write(buffer.getbuffer())
 
+    def _lock_positions(self, connection: Connection, merge: Merge) -> None:
+        if merge.clear:
+            # No statement sees the positions and rows of a first batch that is under way. Each transaction that has claimed its
+            # positions ends first, and no other begins.
+            connection.exec_driver_sql(f"LOCK TABLE {POSITIONS.name} IN EXCLUSIVE MODE")
+        super()._lock_positions(connection, merge)
+
     # ---- a batch without load tables
 
     def appends(self, spec: TableSpec, *, whole: bool) -> bool:

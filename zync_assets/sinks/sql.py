@@ -103,8 +103,8 @@ class SqlTarget(Target):
             yield connection
 
     @contextmanager
-    def merging(self, loads: Sequence[LoadTable]) -> Generator[Connection]:
-        """The connection, in a transaction, that merges load tables."""
+    def merging(self, merge: Merge) -> Generator[Connection]:
+        """The connection, in a transaction, of a merge."""
         with self.connection() as connection:
             yield connection
 
@@ -204,7 +204,7 @@ class SqlTarget(Target):
         return loads[0]
 
     def merge(self, merge: Merge) -> None:
-        with self.merging(merge.loads) as connection:
+        with self.merging(merge) as connection:
             # 1. Nobody else has written since the batch was planned.
             self._lock_positions(connection, merge)
             # 2. The data, one load table after the other: no key is in two of them.

@@ -28,7 +28,7 @@ from sqlalchemy.engine import Connection, Engine
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import SqlType, on_conflict
-from zync_assets.sinks.target import LOAD_PREFIX, Column, LoadTable, Place, Progress, TableSpec
+from zync_assets.sinks.target import LOAD_PREFIX, Column, Merge, Place, Progress, TableSpec
 
 TIMEOUT_SECONDS = 30.0
 """How long a statement waits for another writer of the file."""
@@ -124,9 +124,9 @@ class SqliteTarget(SqlTarget):
         return self.path.with_name(f"{self.path.name}-{name}")
 
     @contextmanager
-    def merging(self, loads: Sequence[LoadTable]) -> Generator[Connection]:
+    def merging(self, merge: Merge) -> Generator[Connection]:
         with self.errors(), self.engine().connect() as connection:
-            for number, load in enumerate(loads):
+            for number, load in enumerate(merge.loads):
                 connection.execute(
                     sa.text("ATTACH DATABASE :file AS " + f"load_{number}"), {"file": str(self._file(load.name))}
                 )

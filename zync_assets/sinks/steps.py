@@ -15,7 +15,7 @@ from zync_assets.errors import BadRecords, DataLoss, SinkError, TargetRefused, T
 from zync_assets.lake import raw
 from zync_assets.pipeline import Pipeline, SinkTable
 from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, commit_sink, reset_table
-from zync_assets.sinks.plan import BATCH_OFFSETS, SinkBatch, layout, place_of, plan_sink, read_source
+from zync_assets.sinks.plan import BATCH_OFFSETS, SinkBatch, SinkPlan, layout, place_of, plan_sink, read_source
 from zync_assets.sinks.target import Place, open_target
 from zync_assets.spark.session import Session
 
@@ -192,13 +192,29 @@ def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> t
     """Empty a table of a sink and forget its position. Other sinks may write the table too: their positions, which are
     returned, are forgotten as well, since their rows are gone."""
     found = pipeline.sink(sink)
-    plan = plan_sink(pipeline, found, found.table(table), check=False)
     sharers = tuple(
         place_of(pipeline, other, item)
         for other in pipeline.sinks
         for item in other.tables
         if (other.kind, other.url, item.name) == (found.kind, found.url, table) and other.name != sink
     )
-    if plan.ends:
-        reset_table(plan, layout(plan, session), sharers)
+
+    def reset(plan: SinkPlan) -> None:
+        if plan.ends:
+            reset_table(plan, layout(plan, session), sharers)
+
+    with _names(sink, table):
+        # Another run may be at work on the table.
+        _outlast(lambda: retried(lambda: plan_sink(pipeline, found, found.table(table), check=False), reset))
     return sharers
+
+
+def _outlast(work: Callable[[], None]) -> None:
+    """Do a work again after an outage of the target, as often as ``sink_table`` does."""
+    for seconds in OUTAGES:
+        try:
+            return work()
+        except TargetUnavailable as error:
+            _log.warning("%s; trying again in %s s", str(error).rstrip("."), seconds)
+            time.sleep(seconds)
+    return work()

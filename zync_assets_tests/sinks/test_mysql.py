@@ -8,8 +8,9 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal
@@ -38,11 +39,23 @@ class Server:
 
     def run(self, database: str, *statements: str) -> list[tuple[Any, ...]]:
         """The rows of the last statement."""
-        options = {"host": "127.0.0.1", "port": self.port, "user": "root", "autocommit": True}
-        with closing(pymysql.connect(database=database, **options)) as connection, connection.cursor() as cursor:
+        with self.connected(database) as cursor:
             for statement in statements:
                 cursor.execute(statement)
             return list(cursor.fetchall())
+
+    @contextmanager
+    def connected(self, database: str) -> Generator[Any]:
+        """A cursor of a connection of its own. Each statement is a transaction, unless one says otherwise."""
+        options = {"host": "127.0.0.1", "port": self.port, "user": "root", "autocommit": True}
+        with closing(pymysql.connect(database=database, **options)) as connection, connection.cursor() as cursor:
+            yield cursor
+
+    def await_locked(self) -> None:
+        """Wait until a transaction waits for the lock of a row."""
+        give_up = time.monotonic() + 30
+        while self.run("mysql", "SHOW GLOBAL STATUS LIKE 'Innodb_row_lock_current_waits'")[0][1] == "0":
+            assert time.monotonic() < give_up
 
     def url(self, database: str, user: str = "root") -> str:
         return f"mysql://{user}@127.0.0.1:{self.port}/{database}"
@@ -207,3 +220,26 @@ def test_the_least_rights_are_enough(server: Server, database: str) -> None:
     apply(target, table, [one(1, {"name": "a"}), one(2, {"name": "b"})])
     apply(target, table, [one(1, None), one(2, {"name": "B"})])
     assert server.run(database, "SELECT * FROM `rows`") == [(2, "B")]
+
+
+def test_a_reset_and_a_first_batch_under_way_follow_each_other(server: Server, database: str) -> None:
+    """Nobody sees the position of the batch before its transaction ends. The row that the batch changed was there before."""
+    table, target = spec(id=pa.int64(), v=pa.string()), MysqlTarget(server.url(database))
+    target.prepare(table, create=True, evolve="none")
+    server.run(database, "INSERT INTO `rows` VALUES (1, 'old'), (2, 'old')")
+    reset, place = Merge(PLACE, table, ORIGIN, {}, {}, clear=True), (PLACE.pipeline, PLACE.sink, PLACE.source)
+    # The server ends one of the two, which is done again then.
+    with ThreadPoolExecutor(1) as pool, server.connected(database) as cursor:
+        cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        cursor.execute("BEGIN")
+        cursor.execute("SELECT * FROM zync_positions FOR UPDATE")
+        cursor.execute("UPDATE `rows` SET v = 'a' WHERE id = 1")
+        done = pool.submit(target.merge, reset)
+        server.await_locked()
+        with suppress(pymysql.OperationalError):
+            cursor.execute("INSERT INTO zync_positions VALUES (%s, %s, %s, 0, 1, %s)", (*place, ORIGIN))
+            cursor.execute("COMMIT")
+        with suppress(TargetUnavailable):
+            done.result()
+    left = server.run(database, "SELECT * FROM `rows`")
+    assert (left, target.progress(PLACE).next) in [([], {}), ([(1, "a"), (2, "old")], {0: 1})]

@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -204,6 +206,32 @@ def test_an_appended_batch_is_there_whole_and_once_wherever_it_is_killed(server:
             append(target, 0, 3, expected=expected)
     assert append(target, 3, 5, expected=3) == 2
     assert server.run(database, "SELECT count(*), count(DISTINCT place), min(text) FROM log") == [(5, 5, "a,b\n")]
+
+
+def test_a_reset_waits_for_a_first_batch_under_way(server: Postgres, database: str) -> None:
+    """Nobody sees the position of the batch before its transaction ends. The row that the batch changed was there before."""
+    table, target = spec(id=pa.int64(), v=pa.string()), PostgresTarget(url(server, database))
+    target.prepare(table, create=True, evolve="none")
+    server.run(database, "INSERT INTO rows VALUES (1, 'old')")
+    place = (PLACE.pipeline, PLACE.sink, PLACE.source)
+    with ThreadPoolExecutor(1) as pool:
+        with psycopg.connect(url(server, database)) as connection:
+            connection.execute("SELECT * FROM zync_positions FOR UPDATE")
+            connection.execute("INSERT INTO rows VALUES (1, 'a') ON CONFLICT (id) DO UPDATE SET v = 'a'")
+            connection.execute("INSERT INTO zync_positions VALUES (%s, %s, %s, 0, 1, %s)", (*place, ORIGIN))
+            reset = pool.submit(target.merge, Merge(PLACE, table, ORIGIN, {}, {}, clear=True))
+            await_locked(server, database)
+        reset.result()
+    assert server.run(database, "SELECT * FROM rows") == []
+    assert target.progress(PLACE).next == {}
+
+
+def await_locked(server: Postgres, database: str) -> None:
+    """Wait until a session of the database waits for a lock."""
+    give_up = time.monotonic() + 30
+    query = f"SELECT 1 FROM pg_stat_activity WHERE datname = '{database}' AND wait_event_type = 'Lock'"
+    while not server.run(database, query):
+        assert time.monotonic() < give_up
 
 
 def test_a_text_that_would_end_a_copy_is_appended(server: Postgres, database: str) -> None:
