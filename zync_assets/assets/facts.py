@@ -31,6 +31,7 @@ from zync_assets.pipeline import Pipeline, pool_path, topic_path
 from zync_assets.publish.plan import PublishPlan, plan_publish, read_output_ends
 from zync_assets.runner import keep_ends
 from zync_assets.sinks.plan import SinkPlan, plan_sink
+from zync_assets.spark.tasks import SMALL_OFFSETS
 
 
 class TickFailure(DagsterError):
@@ -86,6 +87,9 @@ BROKER = "broker"
 """The place of a problem that all topics have."""
 
 T = TypeVar("T")
+
+RawEnds = Mapping[str, Mapping[int, int]]
+"""Input topic → partition → the next offset that the topic's raw table is about to reach."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,8 @@ class DueStep:
 
     blocks: Callable[[Snapshot], Sequence[Block]] | None = None
     """The failed checks of the step's sources, by the lake."""
+    awaits: RawEnds = field(default_factory=dict[str, Mapping[int, int]])
+    """The new records that the step waits for, where ingest is due at the same time and nothing else waits for the step."""
 
     def rest(self, failures: Collection[str]) -> DueStep | None:
         """The step without the assets of the ops in ``failures``. None if the job can't omit an asset, or no work remains."""
@@ -217,7 +223,7 @@ def due_steps(names: Names, facts: Facts) -> Iterator[DueStep]:
 
     Ingest has work if a topic's end is past the next offset. ETL and publish have work if a raw table's next offset is past
     seen, or the end in staging is past the output topic's end. ETL and publish are one job, so that the pool's checks always
-    run before a topic is published.
+    run before a topic is published. The job starts with the ingest of a small backlog, and awaits it (``_small_backlog``).
     """
     for topic, plan in facts.ingest.items():
         if plan.nothing_to_do:
@@ -237,8 +243,11 @@ def due_steps(names: Names, facts: Facts) -> Iterator[DueStep]:
         outputs = [item.topic for item in names.pipeline.outputs_of(pool)]
         sound = [name for name in outputs if name in facts.publish]
         late = [names.topic_key(name) for name in sound if not facts.publish[name].nothing_to_do]
+        awaits: RawEnds = {}
         if plan.nothing_to_do and not late:
-            continue
+            awaits = _small_backlog(names, facts, pool)
+            if not awaits:
+                continue
         # The lowest open range: no topic of the pool is behind it, and what is reached beside it is reported as well.
         ends = [(partition, item.next) for (name, partition), item in plan.head.outputs.items() if name in outputs]
         first = min((key_of(partition, end) for partition, end in ends), default=key_of(0, 0))
@@ -259,8 +268,17 @@ def due_steps(names: Names, facts: Facts) -> Iterator[DueStep]:
             frozenset([*late, *(() if plan.nothing_to_do else names.staged_assets(pool))]),
             {names.publish_op(name): names.topic_key(name) for name in sound},
             partial(pool_blocks, pool=pool, outputs=outputs),
+            awaits,
         )
     yield from due_sinks(names, facts)
+
+
+def _small_backlog(names: Names, facts: Facts, pool: str) -> RawEnds:
+    """The ends of the new records in the input topics of a staging pool. Empty where ingest takes longer than a run's start."""
+    plans = [facts.ingest[item.topic] for item in names.pipeline.inputs_of(pool) if item.topic in facts.ingest]
+    if any(plan.lag > SMALL_OFFSETS for plan in plans):
+        return {}
+    return {plan.input.topic: {part.partition: part.end for part in plan.ranges} for plan in plans if plan.ranges}
 
 
 def due_sinks(names: Names, facts: Facts) -> Iterator[DueStep]:

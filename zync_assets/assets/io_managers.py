@@ -20,9 +20,9 @@ import pyarrow as pa
 from dagster import InputContext, IOManager, OutputContext
 from dagster_pyspark import LazyPySparkResource
 
-from zync_assets.assets import range_keys, reports
+from zync_assets.assets import range_keys, reports, runs
 from zync_assets.assets.facts import errors_as_failures, topic_check_on_error
-from zync_assets.assets.names import Names
+from zync_assets.assets.names import AWAITS_TAG, Names
 from zync_assets.assets.resources import session
 from zync_assets.audit.guard import require_pass
 from zync_assets.checks.raw_checks import BLOCKING, raw_look
@@ -371,6 +371,8 @@ class PoolIOManager(IOManager):
         """The plan of the present attempt of a step. The inputs share the plan, so that their slices belong to one batch."""
         step = (context.step_context.step.key, context.step_context.previous_attempt_count)
         if self._plan is None or self._plan[0] != step:
+            if text := context.step_context.run_tags.get(AWAITS_TAG):
+                runs.await_ingest(self._names, context.instance, runs.raw_ends(text))
             plan = plan_etl(self._pipeline, str(context.definition_metadata[STAGING_POOL]))
             require_checks(self._pipeline, plan.raw, plan.ranges)
             self._plan = (step, plan)

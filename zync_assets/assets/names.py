@@ -23,6 +23,8 @@ STEP_TAG = "zync/step"
 """On the runs that the sensor asked for: the job that was asked for."""
 REST = "rest of "
 """Before the job in STEP_TAG: without the assets whose ops failed in the job's last run."""
+AWAITS_TAG = "zync/awaits"
+"""On a run that the sensor asked for together with the ingest of its inputs: ``RawEnds`` as JSON."""
 
 _SPELLING = {"_": "__", ".": "_dot_", "-": "_dash_"}
 

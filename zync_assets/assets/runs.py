@@ -32,10 +32,11 @@ from dagster import (
 
 from zync_assets.assets import names
 from zync_assets.assets.checks import LAKE_MARK
-from zync_assets.assets.facts import BROKER, DueStep, Facts
+from zync_assets.assets.facts import BROKER, DueStep, Facts, RawEnds
 from zync_assets.assets.names import Names
 from zync_assets.checks.output_checks import REACHABLE
 from zync_assets.checks.raw_checks import BLOCKING
+from zync_assets.lake import raw
 from zync_assets.lake.check_results import remedy
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.pipeline import Pipeline, pool_path, topic_path
@@ -120,6 +121,9 @@ UNDER_WAY = [
 ]
 _SERVER_TAG: str = private("dagster", "dagster._core.storage.tags", "GRPC_INFO_TAG")
 
+AWAIT_SECONDS = 30.0
+"""The longest wait of a run for the ingest of its inputs. Ingest may lie in Dagster's queue behind this run."""
+AWAIT_PAUSE = 0.2
 FIRST_WAIT = 10.0
 LONGEST_WAIT = 300.0
 """Seconds to wait after a failed run: the first, doubled with each further failure, at the most the second."""
@@ -198,6 +202,36 @@ def backoff_reason(records: Sequence[RunRecord]) -> str | None:
     if wait <= 0:
         return None
     return f"run {records[0].dagster_run.run_id[:8]} failed ({failures} in a row); asked for again in {wait:.0f} s"
+
+
+def raw_ends(text: str) -> RawEnds:
+    """The value of AWAITS_TAG."""
+    return {topic: {int(partition): end for partition, end in ends.items()} for topic, ends in json.loads(text).items()}
+
+
+def await_ingest(names: Names, instance: DagsterInstance, ends: RawEnds) -> None:
+    """Return when the raw tables have reached the ends, when no run ingests them, or after AWAIT_SECONDS.
+
+    The caller then works with the records that are there. A tick of the sensor asks for a run of the others.
+    """
+    pipeline, deadline = names.pipeline, time.monotonic() + AWAIT_SECONDS
+    while True:
+        # In this order: a run that ends after the look at its table is still under way here.
+        active = ActiveRuns(instance)
+        late = [
+            topic
+            for topic in ends
+            if active.holds(names.ingest_job(topic), [names.pool_key(pipeline.input(topic).pool, topic)])
+            and not _has_reached(pipeline, topic, ends[topic])
+        ]
+        if not late or time.monotonic() > deadline:
+            return
+        time.sleep(AWAIT_PAUSE)
+
+
+def _has_reached(pipeline: Pipeline, topic: str, ends: Mapping[int, int]) -> bool:
+    state = raw.open_raw(pipeline.lake, pipeline.input(topic).pool, topic)
+    return state is not None and all(state.next.get(partition, 0) >= end for partition, end in ends.items())
 
 
 def hold_reason(pipeline: Pipeline, instance: DagsterInstance, step: DueStep) -> str | None:

@@ -51,7 +51,7 @@ from zync_assets.assets.facts import (
     grids,
     keys_of_run,
 )
-from zync_assets.assets.names import KAFKA, PIPELINE_TAG, REST, STEP_TAG, Names
+from zync_assets.assets.names import AWAITS_TAG, KAFKA, PIPELINE_TAG, REST, STEP_TAG, Names
 from zync_assets.assets.range_keys import range_of
 from zync_assets.assets.reports import Extent, raw_extents, staging_extents, staging_schema, topic_extents
 from zync_assets.assets.runs import PROBLEMS, REACHABILITY, reachability, troubles
@@ -237,7 +237,8 @@ INTERVAL_SECONDS = 4
 """A tick every 5 s: that is how often Dagster's daemon looks, and at 5 it finds the interval not quite over every second
 time."""
 MOST_RUNS = 2
-"""Runs of one pipeline that the sensor has under way at once: each is a process with a Spark session of its own."""
+"""Runs of one pipeline that the sensor has under way at once: each is a process with a Spark session of its own. A run that
+awaits the ingest of its inputs may be one more."""
 FIRST_CHECKS = "checked"
 """Key of the cursor: whether it is settled that everything is checked that was there before this instance."""
 FIRST_OFFSETS = 1_000_000
@@ -310,6 +311,8 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
     requests: list[RunRequest] = []
     notes: list[str] = []
     for step, last in _in_turn(pipeline, instance, due_steps(names, facts)):
+        if step.awaits and not _starts_now(names, instance, step, last, requests):
+            continue
         keys = keys_of_run(step, keys_by_definition[step.partitions])
         if not keys:
             # Dagster does not know them yet: a later tick adds them.
@@ -326,7 +329,7 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
             free = active.count(pipeline.name) + len(requests) < MOST_RUNS
             if remainder is not None and free and not runs.backoff_reason(again):
                 requests.append(_request(pipeline, remainder, keys, tag))
-        elif active.count(pipeline.name) + len(requests) >= MOST_RUNS:
+        elif active.count(pipeline.name) + len(requests) >= MOST_RUNS + bool(step.awaits):
             notes.append(f"{step.job}: waits, for {MOST_RUNS} runs are under way")
         else:
             requests.append(_request(pipeline, step, keys))
@@ -379,9 +382,25 @@ def definition_keys(
 def _in_turn(
     pipeline: Pipeline, instance: DagsterInstance, steps: Iterable[DueStep]
 ) -> list[tuple[DueStep, Sequence[RunRecord]]]:
-    """The steps with their last runs, the one that has waited longest since its last run first."""
+    """The steps with their last runs: the one that has waited longest since its last run first, those that await ingest last."""
     pairs = [(step, runs.request_history(instance, pipeline.name, step.job)) for step in steps]
-    return sorted(pairs, key=lambda item: item[1][0].create_timestamp.timestamp() if item[1] else 0.0)
+
+    def turn(pair: tuple[DueStep, Sequence[RunRecord]]) -> tuple[bool, float]:
+        step, last = pair
+        return bool(step.awaits), last[0].create_timestamp.timestamp() if last else 0.0
+
+    return sorted(pairs, key=turn)
+
+
+def _starts_now(
+    names: Names, instance: DagsterInstance, step: DueStep, last: Sequence[RunRecord], requests: Sequence[RunRequest]
+) -> bool:
+    """Whether a step that awaits ingest may start together with ingest: this tick asks for all of the ingest, and nothing
+    holds the step back. Otherwise a tick after the ingest asks for the step, and gives the reason of a hold."""
+    jobs = {request.job_name for request in requests}
+    if any(names.ingest_job(topic) not in jobs for topic in step.awaits):
+        return False
+    return not runs.backoff_reason(last) and _hold_reason(names.pipeline, instance, step) is None
 
 
 def _first_checks(names: Names, facts: Facts, instance: DagsterInstance) -> tuple[list[RunRequest], bool]:
@@ -407,6 +426,8 @@ def _first_checks(names: Names, facts: Facts, instance: DagsterInstance) -> tupl
 
 def _request(pipeline: Pipeline, step: DueStep, keys: Sequence[str], tag: str | None = None) -> RunRequest:
     tags = {PIPELINE_TAG: pipeline.name, STEP_TAG: tag or step.job}
+    if step.awaits:
+        tags[AWAITS_TAG] = json.dumps(step.awaits)
     if len(keys) == 1:
         tags[PARTITION_NAME_TAG] = keys[0]
     else:

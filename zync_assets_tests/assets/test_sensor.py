@@ -7,6 +7,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ from dagster import (
 from dagster._core.storage.tags import GRPC_INFO_TAG
 
 from zync_assets import pipeline_file
-from zync_assets.assets import facts, sensor
+from zync_assets.assets import facts, runs, sensor
 from zync_assets.assets.build import build_definitions
 from zync_assets.assets.facts import TickFailure
-from zync_assets.assets.names import Names
+from zync_assets.assets.names import AWAITS_TAG, PIPELINE_TAG, Names
 from zync_assets.ingest import commit
 from zync_assets.ingest import plan as ingest_plan
 from zync_assets.kafka.topics import PartitionState, create_topic, delete_topic, topic_states
@@ -116,7 +117,8 @@ def test_the_sensor_alone_takes_records_all_the_way_and_then_rests(rig: Rig, tic
     rig.send(rig.orders, orders(1, 2))
     rig.send(rig.payments, payments(1))
     first = ticks()
-    assert len(jobs(first)) == sensor.MOST_RUNS
+    ingest = [rig.names.ingest_job(topic) for topic in (rig.orders, rig.payments)]
+    assert jobs(first) == sorted([*ingest, rig.names.staging_job("Staging")])
     assert all(request.run_key is None for request in first.run_requests or ())
     assert reported(first)[f"kafka/{rig.orders}", OPEN] == 1
     ticks.run(first)
@@ -213,13 +215,15 @@ def test_a_run_whose_server_is_gone_holds_nothing_back(rig: Rig, ticks: Ticks, t
             server.listen()
         tags = {GRPC_INFO_TAG: json.dumps({"host": "localhost", "socket": str(path)})}
         rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED, tags=tags)
-        assert jobs(ticks()) == ([] if alive else [rig.names.ingest_job(rig.payments)])
+        due = sorted([rig.names.ingest_job(rig.payments), rig.names.staging_job("Staging")])
+        assert jobs(ticks()) == ([] if alive else due)
 
 
 def test_a_failed_step_is_asked_for_again_later(rig: Rig, ticks: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
     settled(rig, ticks)
     rig.send(rig.payments, payments(1))
-    (request,) = ticks().run_requests or ()
+    request, _ = ticks().run_requests or ()
+    assert request.job_name == rig.names.ingest_job(rig.payments)
     job = rig.definitions.resolve_job_def(request.job_name or "")
     run = rig.instance.create_run_for_job(job, tags=dict(request.tags))
     rig.instance.report_run_failed(run)
@@ -227,7 +231,73 @@ def test_a_failed_step_is_asked_for_again_later(rig: Rig, ticks: Ticks, monkeypa
     assert waiting.skip_reason is not None
     assert "failed (1 in a row); asked for again in" in (waiting.skip_reason.skip_message or "")
     monkeypatch.setattr("zync_assets.assets.runs.FIRST_WAIT", 0.0)
-    assert jobs(ticks()) == [request.job_name]
+    assert jobs(ticks()) == sorted([request.job_name, rig.names.staging_job("Staging")])
+
+
+class TestEtlAwaitsIngest:
+    """The run of ETL starts together with the ingest of a few records, and awaits them."""
+
+    def test_one_tick_asks_for_all_runs_of_a_new_record(self, rig: Rig, ticks: Ticks) -> None:
+        settled(rig, ticks)
+        rig.send(rig.payments, payments(-7))
+        both = ticks()
+        ingest, staging = both.run_requests or ()
+        assert ingest.job_name == rig.names.ingest_job(rig.payments)
+        assert staging.job_name == rig.names.staging_job("Staging")
+        assert json.loads(staging.tags[AWAITS_TAG]) == {rig.payments: {"0": 1}}
+        ticks.run(both)
+        assert ends(rig) == [0, 1]
+        assert ticks().run_requests == []
+
+    def test_a_long_backlog_is_ingested_first(self, rig: Rig, ticks: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
+        settled(rig, ticks)
+        monkeypatch.setattr(facts, "SMALL_OFFSETS", 2)
+        rig.send(rig.payments, payments(-1, -2, -3))
+        assert jobs(ticks()) == [rig.names.ingest_job(rig.payments)]
+
+    def test_more_topics_than_runs_are_ingested_first(self, rig: Rig, ticks: Ticks) -> None:
+        settled(rig, ticks)
+        rig.send(rig.payments, payments(1))
+        rig.send(rig.orders, orders(1))
+        job = rig.definitions.resolve_job_def(rig.names.checks_job)
+        tags = {PIPELINE_TAG: rig.pipeline.name}
+        rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED, tags=tags)
+        (request,) = ticks().run_requests or ()
+        assert request.job_name in [rig.names.ingest_job(topic) for topic in (rig.orders, rig.payments)]
+
+    def test_the_wait_ends_when_the_table_has_the_records(self, rig: Rig) -> None:
+        rig.send(rig.payments, payments(1))
+        job = rig.definitions.resolve_job_def(rig.names.ingest_job(rig.payments))
+        run = rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED)
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(runs.await_ingest, rig.names, rig.instance, {rig.payments: {0: 1}})
+            with pytest.raises(TimeoutError):
+                done.result(3 * runs.AWAIT_PAUSE)
+            plan = ingest_plan.plan_ingest(rig.pipeline, rig.payments)
+            session = spark_session(rig.pipeline.spark)
+            commit.commit_raw(rig.pipeline, ingest_plan.read_input(session, rig.pipeline, plan))
+            done.result(runs.AWAIT_SECONDS / 2)
+        assert rig.instance.get_run_by_id(run.run_id) is not None
+
+    def test_the_wait_ends_when_ingest_fails(self, rig: Rig) -> None:
+        rig.send(rig.payments, payments(1))
+        job = rig.definitions.resolve_job_def(rig.names.ingest_job(rig.payments))
+        run = rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED)
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(runs.await_ingest, rig.names, rig.instance, {rig.payments: {0: 1}})
+            with pytest.raises(TimeoutError):
+                done.result(3 * runs.AWAIT_PAUSE)
+            rig.instance.report_run_failed(run)
+            done.result(runs.AWAIT_SECONDS / 2)
+
+    def test_the_wait_has_an_end(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        rig.send(rig.payments, payments(1))
+        job = rig.definitions.resolve_job_def(rig.names.ingest_job(rig.payments))
+        rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTING)
+        monkeypatch.setattr(runs, "AWAIT_SECONDS", 0.5)
+        began = time.monotonic()
+        runs.await_ingest(rig.names, rig.instance, {rig.payments: {0: 1}})
+        assert time.monotonic() - began >= 0.5
 
 
 def test_a_raw_check_that_failed_holds_back_etl(rig: Rig, ticks: Ticks) -> None:
@@ -530,7 +600,7 @@ def test_a_lake_that_is_away_for_a_while_is_said_and_nothing_is_begun_anew(rig: 
         assert "or is not mounted. Put it back" in told
     lake.rmdir()
     away.rename(lake)
-    assert jobs(ticks()) == [rig.names.ingest_job(rig.payments)]
+    assert jobs(ticks()) == sorted([rig.names.ingest_job(rig.payments), rig.names.staging_job("Staging")])
 
 
 def test_it_waits_to_be_switched_on_unless_asked_for(rig: Rig) -> None:
