@@ -63,7 +63,7 @@ def raw_extents(state: RawState, keys: Iterable[OffsetRange]) -> list[Extent]:
         upcoming = state.next.get(key.partition, 0)
         low = max(state.first.get(key.partition, 0), state.retention_start.get(key.partition, 0))
         part = _clip(key, low, upcoming)
-        rows = _count(state.table.uri, [item for item in files if _meets(item, part)], part)
+        rows = _count(state.table.uri, [item for item in files if item.meets([part])], part)
         extents.append(Extent(key, part.first, part.end, upcoming >= key.end, rows))
     return extents
 
@@ -78,7 +78,7 @@ def staging_extents(state: StagingState | None, topic: str, keys: Iterable[Offse
             extents.append(Extent(key, key.first, key.first, False, 0))
             continue
         part = _clip(key, position.base, position.next)
-        own = [item for item in files if _meets(item, part)]
+        own = [item for item in files if item.meets([part])]
         rows = _count(state.table.uri, own, part)
         if rows != part.end - part.first:
             raise LakeError(
@@ -144,10 +144,6 @@ def topic_schema(state: StagingState, topic: str) -> pa.Schema:
 def _clip(key: OffsetRange, first: int, end: int) -> OffsetRange:
     low = min(max(key.first, first), key.end)
     return OffsetRange(key.partition, low, max(low, min(key.end, end)))
-
-
-def _meets(item: DataFile, part: OffsetRange) -> bool:
-    return item.partition == part.partition and (item.first or 0) < part.end and (item.last or 0) >= part.first
 
 
 def _count(uri: str, files: Sequence[DataFile], part: OffsetRange) -> int:

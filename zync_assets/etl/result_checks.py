@@ -17,7 +17,6 @@ from zync_assets.etl.rules import lookups
 from zync_assets.etl.rules.kind import MISSING, SEVERAL
 from zync_assets.lake.head import OutputPosition
 from zync_assets.offsets import place_text
-from zync_assets.spark import frames
 from zync_assets.spark.sql import text_sql
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def check_classes(transform: Transform, results: Results) -> None:
             counted[row.topic] += row.entries
     for topic, files in transform.files.items():
         ranges = plan.reads(topic)
-        inside = all(frames.is_inside(item, ranges) for item in files)
+        inside = all(item.lies_in(ranges) for item in files)
         expected = (
             sum(item.records for item in files) if inside else {**transform.frames, **transform.rows}[topic].count()
         )

@@ -31,6 +31,7 @@ from pyarrow import fs
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import LakeError
 from zync_assets.lake import storage
+from zync_assets.offsets import OffsetRange
 
 Order = tuple[int, int]
 """The place of a record in its source's order: ``high`` and ``low``, compared as a tuple."""
@@ -233,6 +234,20 @@ class DataFile:
     """When this process, or a Spark task of its, came to know the file: seconds since the epoch."""
     commit_time: int | None = field(default=None, compare=False, repr=False)
     """When the file was committed, by its log entry: milliseconds since the epoch; None for a file that is not committed."""
+
+    def meets(self, ranges: Iterable[OffsetRange]) -> bool:
+        """Whether the file may have a record of a range."""
+        return any(
+            part.partition == self.partition and (self.first or 0) < part.end and part.first <= (self.last or 0)
+            for part in ranges
+        )
+
+    def lies_in(self, ranges: Iterable[OffsetRange]) -> bool:
+        """Whether all records of the file are surely in one of the ranges."""
+        first, last = self.first, self.last
+        if first is None or last is None:
+            return False
+        return any(part.partition == self.partition and part.first <= first and last < part.end for part in ranges)
 
 
 class LakeTable:

@@ -144,7 +144,7 @@ def rows_within(
         uri = storage.join(table_uri, item.path)
         parts = [part for part in ranges if part.partition == item.partition]
         low, high = min(part.first for part in parts), max(part.end for part in parts) - 1
-        is_whole = any(part.first <= (item.first or 0) and (item.last or 0) < part.end for part in parts)
+        is_whole = item.lies_in(parts)
         system, path = storage.filesystem(uri)
         with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
             groups = None if is_whole else _groups(file.metadata, low, high)

@@ -142,7 +142,7 @@ class StagingState:
 
     def output_files(self, topic: str, ranges: Collection[OffsetRange] | None = None) -> list[DataFile]:
         """Files of an output topic with an offset of ``ranges`` (None: all files), sorted by partition and offset, as numbers."""
-        found = [item for item in self.files if item.group == topic and (ranges is None or _has_any(item, ranges))]
+        found = [item for item in self.files if item.group == topic and (ranges is None or item.meets(ranges))]
         return sorted(found, key=lambda item: (item.partition or 0, item.first or 0))
 
     @property
@@ -155,14 +155,6 @@ class StagingState:
 
     def uri(self, item: DataFile) -> str:
         return storage.join(self.table.uri, item.path)
-
-
-def _has_any(item: DataFile, ranges: Iterable[OffsetRange]) -> bool:
-    """Whether a file may have an offset of the ranges."""
-    return any(
-        part.partition == item.partition and (item.first or 0) < part.end and part.first <= (item.last or 0)
-        for part in ranges
-    )
 
 
 def open_staging(lake: str, pool: str) -> StagingState | None:

@@ -82,7 +82,7 @@ def record_frame(spark: SparkSession, state: RawState, ranges: Iterable[OffsetRa
     files = raw_files(state, parts)
     frame = _file_records(spark, state, files)
     # No filter where the files hold nothing else: the same plan for every batch is one that Spark has compiled before.
-    return frame if all(is_inside(item, parts) for item in files) else _in_ranges(frame, parts)
+    return frame if all(item.lies_in(parts) for item in files) else _in_ranges(frame, parts)
 
 
 def record_types(state: RawState) -> StructType:
@@ -97,17 +97,6 @@ def record_types(state: RawState) -> StructType:
             "kafka", StructType([*kafka, *(fields_by_name[name] for name in SCHEMA_IDS)])
         )
     return StructType([fields_by_name.get(name, StructField(name, NullType())) for name in ("kafka", "key", "value")])
-
-
-def is_inside(item: DataFile, parts: Iterable[OffsetRange]) -> bool:
-    """Whether all records of a file lie in one of the ranges."""
-    return (
-        item.first is not None
-        and item.last is not None
-        and any(
-            part.partition == item.partition and part.first <= item.first and item.last < part.end for part in parts
-        )
-    )
 
 
 def records_at(
@@ -251,7 +240,7 @@ def output_frame(
     sides = [(F.col(f"`{present[side]}`") if side in present else F.lit(None)).alias(side) for side in ("key", "value")]
     whole = frame.select("kafka", *sides, *plain[1:])
     # As in ``record_frame``: no filter where the files hold nothing else.
-    return whole if parts is None or all(is_inside(item, parts) for item in files) else _in_ranges(whole, parts)
+    return whole if parts is None or all(item.lies_in(parts) for item in files) else _in_ranges(whole, parts)
 
 
 def latest_records(frame: DataFrame) -> DataFrame:
