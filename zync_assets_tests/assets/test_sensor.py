@@ -268,7 +268,7 @@ class TestEtlAwaitsIngest:
     def test_the_wait_ends_when_the_table_has_the_records(self, rig: Rig) -> None:
         rig.send(rig.payments, payments(1))
         job = rig.definitions.resolve_job_def(rig.names.ingest_job(rig.payments))
-        run = rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED)
+        rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED)
         with ThreadPoolExecutor(1) as thread:
             done = thread.submit(runs.await_ingest, rig.names, rig.instance, {rig.payments: {0: 1}})
             with pytest.raises(TimeoutError):
@@ -277,7 +277,6 @@ class TestEtlAwaitsIngest:
             session = spark_session(rig.pipeline.spark)
             commit.commit_raw(rig.pipeline, ingest_plan.read_input(session, rig.pipeline, plan))
             done.result(runs.AWAIT_SECONDS / 2)
-        assert rig.instance.get_run_by_id(run.run_id) is not None
 
     def test_the_wait_ends_when_ingest_fails(self, rig: Rig) -> None:
         rig.send(rig.payments, payments(1))
