@@ -33,7 +33,7 @@ from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, source_frame
 from zync_assets.sinks.target import TableSpec, Target, open_target
 from zync_assets.spark.failures import spark_failures
 from zync_assets.spark.session import Session
-from zync_assets.spark.tasks import frame_results, task_frame
+from zync_assets.spark.tasks import frame_results, search_settings, task_frame
 
 STATE, ROWS_MATCH = "state_equals_raw", "rows_match"
 
@@ -114,12 +114,17 @@ class Differences:
 
 def compare_rows(plan: SinkPlan, session: Session) -> Differences:
     """The table of a plan compared with the fold of its source up to the table's position."""
+    with search_settings(session()):
+        return _compare_rows(plan, session)
+
+
+def _compare_rows(plan: SinkPlan, session: Session) -> Differences:
     whole, spark = layout(plan, session), session()
     ranges = tuple(
         OffsetRange(partition, min(plan.starts.get(partition, 0), upcoming), upcoming)
         for partition, upcoming in sorted(plan.progress.next.items())
     )
-    frame = source_frame(spark, plan, whole, ranges)
+    frame = source_frame(spark, plan, whole, ranges, guarded=True)
     for bad in plan.progress.bad:
         frame = frame.where(f"NOT ({PARTITION} = {bad.partition} AND {OFFSET} = {bad.offset})")
     keys = whole.key_names if whole.spec.mode == "upsert" else [PARTITION, OFFSET]

@@ -10,7 +10,7 @@ leaves out a field of the condition tells nothing of it: it updates the row if t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
@@ -19,10 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.fields import (
-    connect_note_of,
-    fields_of,
-)
+from zync_assets.codecs.fields import connect_note_of, fields_of
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.etl.rules.output_schemas import parse_group
@@ -33,7 +30,7 @@ from zync_assets.spark.sql import name_sql, path_sql, text_sql
 
 COORDINATES = ("topic", "partition", "offset")
 PARTITION, IS_DELETE, GROUP, LEFT_OUT = "zync_partition", "zync_delete", "zync_schema", "zync_left_out"
-IS_UPDATE = "zync_update"
+IS_UPDATE, FAILED = "zync_update", "zync_failed"
 """Columns of a source's frame beside the columns of the table and OFFSET."""
 
 _COORDINATE_TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
@@ -71,14 +68,19 @@ class Layout:
     function: str | None = None
     update_sql: str | None = None
 
-    def select(self, *, staged: bool) -> list[str]:
-        """The expressions of a source's frame. The columns of the table are ``c0``, ``c1`` and so on."""
-        own = [f"{_as_json(item)} AS c{number}" for number, item in enumerate(self.columns)]
+    def select(self, *, staged: bool, guarded: Collection[str] | None = None) -> list[str]:
+        """The expressions of a source's frame. The columns of the table are ``c0``, ``c1`` and so on. ``guarded``: the columns'
+        SQL that is computed only where FAILED, a column of the frame, is null; None: there is no such column."""
+        safe = "{}" if guarded is None else f"CASE WHEN {FAILED} IS NULL THEN {{}} END"
+        own = [safe.format(_as_json(item)) if item.sql in (guarded or ()) else _as_json(item) for item in self.columns]
+        own = [f"{sql} AS c{number}" for number, sql in enumerate(own)]
         groups = ["schema", "left_out"] if staged else ["NULL", "NULL"]
-        marks = ["kafka.partition", "kafka.offset", f"coalesce({self.delete_sql}, false)", *groups]
+        marks = ["kafka.partition", "kafka.offset", f"coalesce({safe.format(self.delete_sql)}, false)", *groups]
         names = [PARTITION, OFFSET, IS_DELETE, GROUP, LEFT_OUT]
         if self.update_sql is not None:
-            marks, names = [*marks, self.update_sql], [*names, IS_UPDATE]
+            marks, names = [*marks, f"coalesce({safe.format(self.update_sql)}, false)"], [*names, IS_UPDATE]
+        if guarded is not None:
+            marks, names = [*marks, FAILED], [*names, FAILED]
         return own + [f"{sql} AS {name}" for sql, name in zip(marks, names, strict=True)]
 
     @property
@@ -173,7 +175,8 @@ class Layout:
 
 
 def changed(function: str, rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows after the user's function. SinkError if the function can't be imported, fails, or returns something else."""
+    """The rows after the user's function. SinkError if the function can't be imported, fails, or returns something else;
+    TargetRefused if it fails on the value of a record."""
     module, _, name = function.partition(":")
     try:
         call = getattr(import_module(module), name)
@@ -184,6 +187,9 @@ def changed(function: str, rows: pa.RecordBatch) -> pa.RecordBatch:
     try:
         made = call(rows)
     except Exception as error:
+        # Any other error is a defect of the function. It would put every record aside.
+        if rows.num_rows and isinstance(error, (ValueError, ArithmeticError)):
+            raise TargetRefused(f"before: function {function} fails: {_told(error)}") from error
         raise SinkError(f"before: function {function} failed: {_told(error)}. Correct it, and run again.") from error
     if not isinstance(made, pa.RecordBatch) or made.num_rows != rows.num_rows:
         raise SinkError(f"before: function {function} must return an Arrow batch of as many rows as it gets.")

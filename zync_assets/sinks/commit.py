@@ -24,11 +24,21 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import BadRecords, SinkError, TableUnfit, TargetRefused
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Sink
-from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
+from zync_assets.sinks.columns import FAILED, OFFSET, PARTITION, Layout
 from zync_assets.sinks.fold import fold_all
-from zync_assets.sinks.plan import SinkBatch, SinkPlan, plain_source, reset_command
+from zync_assets.sinks.plan import SinkBatch, SinkPlan, plain_source, reset_command, source_frame
 from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, TableSpec, Target, gathered, open_target
-from zync_assets.spark.tasks import BATCH_BYTES, MEASURED, frame_results, planned_once, run_tasks, slots, unmeasured
+from zync_assets.spark.failures import cause_line, is_of_data
+from zync_assets.spark.tasks import (
+    BATCH_BYTES,
+    MEASURED,
+    frame_results,
+    planned_once,
+    run_tasks,
+    search_settings,
+    slots,
+    unmeasured,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -212,33 +222,46 @@ def _chained(first: pa.RecordBatch, others: Iterator[pa.RecordBatch]) -> Iterato
 
 def loaded(layout: Layout, batches: Iterable[pa.RecordBatch], *, whole: bool = False) -> Iterator[pa.RecordBatch]:
     """The rows of a load table. ``whole``: one for each record, without a fold."""
-    parts = gathered(iter(batches), PART_BYTES)
+    parts = map(_sound, gathered(iter(batches), PART_BYTES))
     if whole or layout.spec.mode == "insert":
         return (layout.appended(part) for part in parts)
     others = [column.name for column in layout.spec.others]
     return fold_all((layout.records(part) for part in parts), layout.spec.key, others)
 
 
+def _sound(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch. TargetRefused if an expression of ``before:`` fails on a record."""
+    found = pc.unique(batch.column(FAILED).drop_null()).to_pylist() if FAILED in batch.schema.names else []
+    if found:
+        raise TargetRefused(f"{found[0]} fails")
+    return batch
+
+
 def in_tasks(frame: DataFrame, work: Callable[[Iterator[pa.RecordBatch]], T]) -> list[T]:
-    """``work(batches)`` for each partition of a frame, in Spark tasks. Raises the errors of tasks as they were."""
+    """``work(batches)`` for each partition of a frame, in Spark tasks. Raises the errors of tasks as they were, and TargetRefused
+    if an expression of ``before:`` fails on a record."""
 
     def failure(text: str) -> SinkError:
-        cure = "Correct the expressions of before: in the pipeline file" if "SQLSTATE: 22" in text else "Run it again"
-        return SinkError(f"a Spark task of a sink failed: {text.rstrip('.')}. {cure}.")
+        return SinkError(f"a Spark task of a sink failed: {text.rstrip('.')}. Run it again.")
 
-    # A refused record is looked for only if nothing else is wrong.
-    return frame_results(frame, work, failure, last=TargetRefused)
+    try:
+        # A refused record is looked for only if nothing else is wrong.
+        return frame_results(frame, work, failure, last=TargetRefused)
+    except SinkError as error:
+        if not isinstance(error.__cause__, Exception) or not is_of_data(error.__cause__):
+            raise
+        text = cause_line(error.__cause__).rstrip(".")
+        raise TargetRefused(f"an expression of before: fails: {text}. Correct it in the pipeline file.") from error
 
 
 def _search(batch: SinkBatch, layout: Layout, run: str) -> tuple[int, Sequence[BadRecord]]:
     """Apply a small batch part by part in one Spark task: the number of loaded rows, and the refused records."""
     plan = batch.plan
-    frame = batch.dataframe(layout).coalesce(1).sortWithinPartitions(PARTITION, OFFSET)
-    known = len(plan.progress.bad)
-    found = in_tasks(
-        frame, partial(_search_task, SearchTask(plan.sink, layout, f"{run}s", _merge_of(plan, layout), known))
-    )
-    return found[0]
+    task = SearchTask(plan.sink, layout, f"{run}s", _merge_of(plan, layout), len(plan.progress.bad))
+    with search_settings(batch.spark):
+        frame = source_frame(batch.spark, plan, layout, plan.ranges, guarded=True)
+        frame = frame.coalesce(1).sortWithinPartitions(PARTITION, OFFSET)
+        return in_tasks(frame, partial(_search_task, task))[0]
 
 
 def _merge_of(plan: SinkPlan, layout: Layout) -> Merge:
@@ -328,15 +351,17 @@ class Search:
         row = self.rows.slice(index, 1)
         place = row.column(PARTITION)[0].as_py(), row.column(OFFSET)[0].as_py()
         sink, layout = self.task.sink, self.task.layout
-        where = f"{self.task.place}, partition {place[0]}, offset {place[1]}"
+        is_ours = error.startswith("before: ")
+        refusal = error if is_ours else f"the target refused the record: {error}"
+        source = f"table {layout.spec.name}, {self.task.place.source}, partition {place[0]}, offset {place[1]}"
+        where = f"sink {sink.name}, {source}: {refusal}"
+        thing = "the expression, as with try_cast," if is_ours else "the table"
         if sink.on_bad_record == "fail":
-            raise BadRecords(
-                f"{where}: the target refused the record: {error}. Correct the record or the table, and run again."
-            )
+            raise BadRecords(f"{where}. Correct the record or {thing} and run again.")
         if sink.max_bad_records is not None and self.task.known + len(self.bad) >= sink.max_bad_records:
             raise BadRecords(
-                f"{where}: the target refused the record: {error}. Already {sink.max_bad_records} records of the source are in"
-                " quarantine, as many as max-bad-records allows. Correct the table, or raise the limit, and run again."
+                f"{where}. Already {sink.max_bad_records} records of the source are in quarantine, as many as max-bad-records"
+                f" allows. Correct {thing} or raise the limit, and run again."
             )
         numbers = [number for number, item in enumerate(layout.columns) if item.column.name in layout.spec.key]
         key = ", ".join(f"{layout.columns[at].column.name}={row.column(at)[0].as_py()}" for at in numbers)

@@ -26,12 +26,21 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
-from zync_assets.sinks.columns import IS_DELETE, OFFSET, PARTITION, Layout, SourceColumn, make_layout, whole_layout
+from zync_assets.sinks.columns import (
+    FAILED,
+    IS_DELETE,
+    OFFSET,
+    PARTITION,
+    Layout,
+    SourceColumn,
+    make_layout,
+    whole_layout,
+)
 from zync_assets.sinks.target import Place, Progress, Target, named, open_target
 from zync_assets.spark import frames
-from zync_assets.spark.failures import spark_failures
+from zync_assets.spark.failures import fails, spark_failures
 from zync_assets.spark.session import Session, lazy_session
-from zync_assets.spark.sql import name_sql
+from zync_assets.spark.sql import name_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -369,13 +378,24 @@ def _staged_columns(schema: pa.Schema, *, staged: bool) -> dict[str, pa.DataType
     return {name: schema.field(name).type for name in names if name in schema.names}
 
 
-def source_frame(spark: SparkSession, plan: SinkPlan, whole: Layout, ranges: tuple[OffsetRange, ...]) -> DataFrame:
-    """The records of some ranges, as ``Layout.records`` takes them."""
-    with spark_failures(lambda text: SinkError(f"sink {plan.sink.name}, {plan.table.source}: {text}")):
+def source_frame(
+    spark: SparkSession, plan: SinkPlan, whole: Layout, ranges: tuple[OffsetRange, ...], *, guarded: bool = False
+) -> DataFrame:
+    """The records of some ranges, as ``Layout.records`` takes them. ``guarded``: a record on which an expression of ``before:``
+    fails has the expression in FAILED, and stops nothing. The session needs ``search_settings`` for it."""
+    sink = plan.sink
+    expressions = {f"before: set: {name}: {sql}": sql for name, sql in sink.added.items()}
+    expressions |= {} if sink.where is None else {f"before: where: {sink.where}": sink.where}
+    guarded = guarded and bool(expressions)
+    with spark_failures(lambda text: SinkError(f"sink {sink.name}, {plan.table.source}: {text}")):
         frame = _records(spark, plan, ranges)
+        if guarded:
+            cases = " ".join(f"WHEN {fails(f'({sql})')} THEN {text_sql(name)}" for name, sql in expressions.items())
+            frame = frame.selectExpr("*", f"CASE {cases} END AS {FAILED}")
         for condition in whole.where:
-            frame = frame.where(condition)
-        return frame.selectExpr(*whole.select(staged=plan.table.staged))
+            frame = frame.where(f"CASE WHEN {FAILED} IS NULL THEN {condition} ELSE true END" if guarded else condition)
+        own = frozenset(sink.added.values()) if guarded else None
+        return frame.selectExpr(*whole.select(staged=plan.table.staged, guarded=own))
 
 
 def _records(spark: SparkSession, plan: SinkPlan, ranges: tuple[OffsetRange, ...]) -> DataFrame:

@@ -20,6 +20,7 @@ from zync_assets.sinks.commit import in_tasks, loaded
 from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, source_frame
 from zync_assets.sinks.target import BadRecord, Merge, TableSpec, open_target
 from zync_assets.spark.session import Session
+from zync_assets.spark.tasks import search_settings
 
 OVERTAKEN = "a later record of its key has been written, and nothing was changed; drop it"
 
@@ -54,7 +55,8 @@ def replay_refused(pipeline: Pipeline, session: Session, selection: Selection) -
     count, left = 0, dict[str, str]()
     for plan in _plans(pipeline, selection):
         if bad := _chosen(plan, selection):
-            reasons = _replay(plan, session, bad)
+            with search_settings(session()):
+                reasons = _replay(plan, session, bad)
             count += len(bad) - len(reasons)
             by_spot = {(item.partition, item.offset): item for item in bad}
             left |= {str(RefusedRecord(plan.sink, plan.table, by_spot[at])): text for at, text in reasons.items()}
@@ -95,7 +97,7 @@ def _replay(plan: SinkPlan, session: Session, bad: Sequence[BadRecord]) -> dict[
     made = layout(plan, session)
     spots = [(item.partition, item.offset) for item in bad]
     ranges = tuple(OffsetRange(partition, offset, offset + 1) for partition, offset in spots)
-    frame = source_frame(session(), plan, made, ranges)
+    frame = source_frame(session(), plan, made, ranges, guarded=True)
     overtaken = _overtaken(plan, session, made, bad) if plan.sink.mode == "upsert" else set[Spot]()
     frame = frame.coalesce(1).sortWithinPartitions(PARTITION, OFFSET)
     with plan.target().run(plan.place) as run:
@@ -117,9 +119,9 @@ def _overtaken(plan: SinkPlan, session: Session, made: Layout, bad: Sequence[Bad
         if starts.get(partition, plan.starts.get(partition, upcoming)) < upcoming
     )
     names = made.key_names
-    later = source_frame(session(), plan, made, ranges).select(*names, PARTITION, OFFSET)
+    later = source_frame(session(), plan, made, ranges, guarded=True).select(*names, PARTITION, OFFSET)
     spots = tuple(OffsetRange(item.partition, item.offset, item.offset + 1) for item in bad)
-    own = source_frame(session(), plan, made, spots)
+    own = source_frame(session(), plan, made, spots, guarded=True)
     own = own.select(
         *(F.col(name).alias(f"own_{name}") for name in names), F.col(PARTITION).alias("p"), F.col(OFFSET).alias("o")
     )

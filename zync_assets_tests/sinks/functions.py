@@ -43,3 +43,8 @@ def untyped(rows: pa.RecordBatch) -> pa.RecordBatch:
 def rekeying(rows: pa.RecordBatch) -> pa.RecordBatch:
     """Changes the key."""
     return rows.set_column(0, "id", pa.array([0] * len(rows), pa.int64()))
+
+
+def numbers(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows with a column for the numbers in texts. Fails on a text that is none."""
+    return rows.append_column("number", rows.column("v").cast(pa.int64()))

@@ -152,6 +152,57 @@ def test_a_refused_record_is_found_and_put_aside_with_the_message(
         assert [made.quarantined for made in sink_all(it.pipeline, lambda: spark)] == [1]
 
 
+FAILING = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: json, schema: "id bigint, v string"}
+sinks:
+  - {name: sets, type: sqlite, url: shop.db, from: [Raw.$left], table: sets, key: [value.id],
+     before: {set: {number: CAST(value.v AS INT)}}}
+  - {name: chooses, type: sqlite, url: shop.db, from: [Raw.$left], table: chooses, key: [value.id],
+     before: {where: 10 / value.id > 1}}
+  - {name: calls, type: sqlite, url: shop.db, from: [Raw.$left], table: calls, mode: insert,
+     before: {function: "zync_assets_tests.sinks.functions:numbers"}}
+"""
+
+
+def test_a_record_on_which_an_expression_fails_is_put_aside(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, FAILING)
+    it.send(it.left, *({"id": at, "v": "x" if at == 3 else str(at)} for at in (0, 1, 2, 3, 11)))
+    it.ingest()
+    assert sum(made.quarantined for made in sink_all(it.pipeline, lambda: spark)) == 3
+    assert rows(it, "SELECT id, number FROM sets ORDER BY id") == [(0, 0), (1, 1), (2, 2), (11, 11)]
+    assert rows(it, "SELECT id FROM chooses ORDER BY id") == [(1,), (2,), (3,)]
+    assert rows(it, "SELECT number FROM calls ORDER BY number") == [(0,), (1,), (2,), (11,)]
+    found = {row[0]: row[1:] for row in rows(it, 'SELECT sink, "offset", error FROM zync_quarantine')}
+    assert found["sets"] == (3, "before: set: number: CAST(value.v AS INT) fails")
+    assert found["chooses"] == (0, "before: where: 10 / value.id > 1 fails")
+    assert found["calls"][0] == 3
+    assert found["calls"][1].startswith(
+        "before: function zync_assets_tests.sinks.functions:numbers fails: ArrowInvalid: "
+    )
+    for sink in it.pipeline.sinks:
+        assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
+    assert [made.records for made in sink_all(it.pipeline, lambda: spark)] == []
+    # A record on which the expression still fails stays, and a corrected expression takes it.
+    assert replay_refused(it.pipeline, lambda: spark, Selection())[0] == 0
+    cured = it.edited(FAILING.replace("CAST(value.v", "try_cast(value.v"))
+    count, left = replay_refused(cured.pipeline, lambda: spark, Selection())
+    assert (count, len(left)) == (1, 2)
+    assert rows(it, "SELECT number FROM sets WHERE id = 3") == [(None,)]
+
+    strict = it.edited(FAILING.replace("key: [value.id],", "key: [value.id], on-bad-record: fail,"))
+    strict.send(it.left, {"id": 4, "v": "y"})
+    strict.ingest()
+    with pytest.raises(BadRecords) as error:
+        write(strict)
+    assert str(error.value) == (
+        f"sink sets, table sets, Raw.{it.left}, partition 0, offset 5: before: set: number: CAST(value.v AS INT) fails."
+        " Correct the record or the expression, as with try_cast, and run again."
+    )
+
+
 def test_a_replay_writes_a_refused_record_unless_a_later_one_of_its_key_was_written(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
