@@ -3,6 +3,8 @@
 A Kafka producer can't choose an offset. The writer therefore uses one idempotent producer, which sends in order and stops
 at the first record that is not accepted (KIP-98's sequence numbers, with librdkafka's gapless guarantee on top). The writer
 checks record sizes before it sends anything. It compares the offsets of the delivery reports with the expected offsets.
+
+The writers of several partitions share a producer. The order and its promises hold for each partition by itself.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ CHUNK_RECORDS = 10_000
 CHUNK_BYTES = 4 << 20
 QUEUE_RECORDS = 100_000
 QUEUE_BYTES = 64 << 20
-"""Records are handed over by the chunk; so many, and so many bytes, may wait for their report."""
+"""Records are handed over by the chunk; so many of a producer, and so many bytes, may wait for their report."""
 
 BATCH_OVERHEAD = 61
 """Bytes of a record batch before its records (message format v2)."""
@@ -83,6 +85,82 @@ class _Chunk:
         return self.first + len(self.records)
 
 
+class SharedProducer:
+    """One producer for the writers of some partitions of a topic: each producer has threads and a connection of its own.
+
+    An error of one partition ends the producer, and with it all writers.
+    """
+
+    def __init__(self, kafka: Mapping[str, str], topic: str) -> None:
+        self.limit = max_message_bytes(kafka, topic)
+        self.writers: dict[int, InOrder] = {}
+        """By partition. Each writer adds itself."""
+        # librdkafka takes 1000 bytes at least.
+        sizes = {"message.max.bytes": max(self.limit, 1000), "batch.size": max(min(self.limit, 1_000_000), 1)}
+        self.connection = Connection(kafka, {**PROMISES, **sizes})
+        try:
+            self._handover = Handover(self.connection.properties, topic)
+        except KafkaException as error:
+            raise self.connection.error(error, "setting up a producer") from None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many records wait for their report that no more are to be handed over."""
+        writers = self.writers.values()
+        records, size = sum(each.sent - each.confirmed for each in writers), sum(each.waiting_bytes for each in writers)
+        return records > QUEUE_RECORDS or size > QUEUE_BYTES
+
+    def hand_over(self, partition: int, records: pa.RecordBatch) -> ClientError | None:
+        """As ``Handover.hand_over``."""
+        return self._handover.hand_over(partition, records)
+
+    def serve(self, timeout: float) -> None:
+        """Pass the reports of the next ``timeout`` seconds to the writers. Raises the error of the first writer that has one."""
+        try:
+            reports, end = self._handover.reports(timeout), None
+        except KafkaException as error:
+            # An error that ended the producer. A report names the partition, and this error does not.
+            reports, end = self._reports_after_end(), error.args[0]
+        failed: InOrder | None = None
+        for report in reports:
+            writer = self.writers[report.partition]
+            if not writer.confirm(report):
+                failed = failed or writer
+        if end is not None:
+            raise (failed or self._late()).refusal(end)
+        if failed is not None:
+            failed.raise_error()
+
+    def _reports_after_end(self) -> list[Report]:
+        """The reports that came before the producer's end, up to the first error. Waits a second for the error at the most."""
+        reports, until = self._handover.taken(), time.monotonic() + 1.0
+        while all(report.error is None for report in reports) and (left := until - time.monotonic()) > 0:
+            reports += self._handover.reports(left)
+        return reports
+
+    def wait(self) -> None:
+        """Wait for a report. Raises BrokerUnavailable after too long a wait, and TrustError if the broker is not trusted."""
+        began, writers = time.monotonic(), self.writers.values()
+        before = sum(writer.confirmed for writer in writers)
+        while sum(writer.confirmed for writer in writers) == before:
+            self.serve(0.2)
+            late = self._late()
+            self.connection.raise_refusal(late.doing, began)
+            if time.monotonic() - began > STALL_SECONDS:
+                raise BrokerUnavailable(
+                    f"{self.connection.unavailable(late.doing)}; records up to offset {late.confirmed} are written"
+                )
+        self.connection.note_answer()
+
+    def _late(self) -> InOrder:
+        """A writer that has records without a report; where all records have one, any writer."""
+        return max(self.writers.values(), key=lambda writer: writer.confirmed < writer.sent)
+
+    def close(self) -> None:
+        """What is not acknowledged is not sent any more."""
+        self._handover.close()
+
+
 class InOrder:
     """Writes to one partition from ``first`` on: ``with InOrder(…) as writer: writer.write(batch)``.
 
@@ -104,33 +182,26 @@ class InOrder:
         partition: int,
         first: int,
         rebuild: str,
-        limit: int | None = None,
+        producer: SharedProducer | None = None,
     ) -> None:
-        """``rebuild``: the command that publishes the topic again. Errors quote the command. ``limit``: the topic's
-        ``max.message.bytes``, if known."""
-        limit = max_message_bytes(kafka, topic) if limit is None else limit
+        """``rebuild``: the command that publishes the topic again. Errors quote the command. ``producer``: for this topic; a
+        producer of its own if none is given."""
         self.sent = first
         self.confirmed = first
         self.verified = first
+        self.waiting_bytes = 0
+        self.doing = f"writing {topic}/{partition}"
         self._first = first
         self._has_begun = False
-        self._limit = limit
         self._kafka = kafka
         self._topic = topic
         self._partition = partition
         self._rebuild = rebuild
-        self._doing = f"writing {topic}/{partition}"
         self._error: ClientError | None = None
         self._mismatch: tuple[int, int] | None = None
         self._waiting: deque[_Chunk] = deque()
-        self._waiting_bytes = 0
-        # librdkafka takes 1000 bytes at least.
-        sizes = {"message.max.bytes": max(limit, 1000), "batch.size": max(min(limit, 1_000_000), 1)}
-        self._connection = Connection(kafka, {**PROMISES, **sizes})
-        try:
-            self._producer = Handover(self._connection.properties, topic, partition)
-        except KafkaException as error:
-            raise self._connection.error(error, "setting up a producer") from None
+        self._producer = producer or SharedProducer(kafka, topic)
+        self._producer.writers[partition] = self
 
     def __enter__(self) -> Self:
         return self
@@ -138,10 +209,9 @@ class InOrder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._drain()
+                self.drain()
                 crash_point("publish:acknowledged")
         finally:
-            # What is not acknowledged is not sent any more.
             self._producer.close()
         if kind is None and self.verified < self.sent:
             # The topic must end where the next record is to go.
@@ -158,93 +228,91 @@ class InOrder:
         """RecordTooLarge if any of the records that are to be written next is larger than the topic takes."""
         first = self.sent
         for batch in batches:
-            _check_sizes(batch, self._topic, self._partition, first, self._limit)
+            _check_sizes(batch, self._topic, self._partition, first, self._producer.limit)
             first += len(batch)
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Hand over the records of ``batch``: columns ``key`` and ``value`` (binary), and perhaps ``headers`` (list of
         structs of key and value). RecordTooLarge before anything of it is sent."""
+        for _ in self.chunks_sent(batch):
+            if self.is_first_alone:
+                self.drain()
+
+    def chunks_sent(self, batch: pa.RecordBatch) -> Iterator[int]:
+        """As ``write``, chunk by chunk: each step sends a chunk, and gives ``sent``. The caller calls ``drain`` before the next
+        step if ``is_first_alone``."""
         self.check_sizes([batch])
         if not self._has_begun and len(batch):
             self.begin(high_watermark(self._kafka, self._topic, self._partition))
         for chunk in _chunks(batch, first_alone=self.sent == self._first):
             self._send(chunk)
             crash_point("publish:produced")
-            if self.sent == self._first + 1:
-                # A broker that knows nothing of a producer takes any sequence number. Were the first record
-                # refused with others in flight behind it, one of those would get its offset.
-                self._drain()
+            yield self.sent
+
+    @property
+    def is_first_alone(self) -> bool:
+        """Whether the very first record waits for its report, and nothing is sent behind it.
+
+        A broker that knows nothing of a producer takes any sequence number. Were the first record refused with others in
+        flight behind it, one of those would get its offset.
+        """
+        return self.confirmed == self._first and self.sent == self._first + 1
 
     def _send(self, records: pa.RecordBatch) -> None:
         """Hand over ``records``, a chunk, once there is room for them."""
-        while self.sent - self.confirmed > QUEUE_RECORDS or self._waiting_bytes > QUEUE_BYTES:
-            self._wait()
+        while self._producer.is_full:
+            self._producer.wait()
         self._waiting.append(_Chunk(self.sent, records))
-        self._waiting_bytes += records.nbytes
+        self.waiting_bytes += records.nbytes
         self.sent += len(records)
-        if (refusal := self._producer.hand_over(records)) is not None:
+        if (refusal := self._producer.hand_over(self._partition, records)) is not None:
             # Where an earlier record ended the producer, its report says why.
-            self._serve(1.0)
-            raise KafkaError(f"{self._doing}: a record was refused: {refusal.str()}; run it again")
-        self._serve(0)
+            self._producer.serve(1.0)
+            raise KafkaError(f"{self.doing}: a record was refused: {refusal.str()}; run it again")
+        self._producer.serve(0)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Wait until every sent record is confirmed."""
         while self.confirmed < self.sent:
-            self._wait()
+            self._producer.wait()
 
-    def _wait(self) -> None:
-        """Wait for a report. Raises BrokerUnavailable after too long a wait, and TrustError if the broker is not trusted."""
-        began = time.monotonic()
-        before = self.confirmed
-        while self.confirmed == before:
-            self._serve(0.2)
-            self._connection.raise_refusal(self._doing, began)
-            if time.monotonic() - began > STALL_SECONDS:
-                raise BrokerUnavailable(
-                    f"{self._connection.unavailable(self._doing)}; records up to offset {self.confirmed} are written"
-                )
-        self._connection.note_answer()
-
-    def _serve(self, timeout: float) -> None:
-        try:
-            reports = self._producer.reports(timeout)
-        except KafkaException as error:
-            # An error that ended the producer.
-            raise self._refusal(error.args[0]) from None
-        for report in reports:
-            self._confirm(report)
+    def raise_error(self) -> None:
+        """Raise the error of a report, if one had an error."""
         if self._error is not None:
-            raise self._refusal(self._error)
+            raise self.refusal(self._error)
         if self._mismatch is not None:
             raise self._misplacement(*self._mismatch)
 
-    def _confirm(self, report: Report) -> None:
-        """Note the report on the oldest records that wait for one."""
+    def confirm(self, report: Report) -> bool:
+        """Note the report on the oldest records that wait for one. False if it, or an earlier one, was an error."""
         if self._error is not None or self._mismatch is not None:
-            return
+            return False
         if report.error is not None:
             self._error = report.error
-            return
+            return False
         end = self.confirmed + report.count
         # If the broker's first answer was lost, the broker answers the retry without an offset. The next report's offset, or
         # the topic's end, then proves the offsets of this report too.
         if report.last is not None:
             if report.last != end - 1:
                 self._mismatch = (end - 1, report.last)
-                return
+                return False
             self.verified = end
         self.confirmed = end
         while self._waiting and self._waiting[0].end <= end:
-            self._waiting_bytes -= self._waiting.popleft().records.nbytes
+            self.waiting_bytes -= self._waiting.popleft().records.nbytes
+        return True
 
-    def _refusal(self, error: ClientError) -> KafkaError:
+    def refusal(self, error: ClientError) -> KafkaError:
+        """An error of the producer as one of this package's."""
         if error.code() == ClientError.MSG_SIZE_TOO_LARGE:
             return RecordTooLarge(
                 f"{self._topic}/{self._partition} did not take a record after offset {self.confirmed - 1}: "
                 f"{error.str()}; raise max.message.bytes of {self._topic}"
             )
-        return self._connection.error(error, f"{self._doing} from offset {self.confirmed} on", self._topic, "Write")
+        return self._producer.connection.error(
+            error, f"{self.doing} from offset {self.confirmed} on", self._topic, "Write"
+        )
 
     def _misplacement(self, expected_offset: int, offset: int) -> KafkaError:
         """Why the record for offset ``expected_offset`` is at ``offset``."""

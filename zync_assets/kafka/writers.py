@@ -1,20 +1,20 @@
 """Writes to several partitions of a topic at the same time, with a writer for each partition (``writer.InOrder``).
 
-Most of the time a writer waits for the broker. The writers therefore work in a thread each.
+The writers share a producer, and one thread hands over a chunk of each partition in turn. Producers of their own, and a thread
+for each, would wait for each other most of the time.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Self
 
 import pyarrow as pa
 
-from zync_assets.kafka.topics import high_watermarks, max_message_bytes
-from zync_assets.kafka.writer import InOrder
+from zync_assets.kafka.topics import high_watermarks
+from zync_assets.kafka.writer import InOrder, SharedProducer
 from zync_assets.offsets import OffsetRange
 
 Windows = Mapping[int, Sequence[pa.RecordBatch]]
@@ -32,28 +32,26 @@ class Writers:
         """``rebuild``: the command that publishes the topic again. Errors quote the command."""
         self._kafka, self._topic, self._parts, self._rebuild = kafka, topic, parts, rebuild
         self._writers: dict[int, InOrder] = {}
-        self._threads = ThreadPoolExecutor(len(parts))
         self._has_begun = False
 
     def __enter__(self) -> Self:
-        limit = max_message_bytes(self._kafka, self._topic)
-        try:
-            for part in self._parts:
-                place = part.partition, part.first
-                self._writers[part.partition] = InOrder(self._kafka, self._topic, *place, self._rebuild, limit)
-        except BaseException:
-            self.__exit__(*sys.exc_info())
-            raise
+        self._producer = SharedProducer(self._kafka, self._topic)
+        for part in self._parts:
+            place = part.partition, part.first
+            self._writers[part.partition] = InOrder(self._kafka, self._topic, *place, self._rebuild, self._producer)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            # Together, since the end of a producer takes as long as the end of its threads.
-            self._run(lambda partition: self._writers[partition].__exit__(kind, error, trace), self._writers)
+            if kind is None:
+                for writer in self._writers.values():
+                    writer.drain()
         finally:
-            self._threads.shutdown()
+            self._producer.close()
+        for writer in self._writers.values():
+            writer.__exit__(kind, error, trace)
 
     def check_sizes(self, windows: Windows) -> None:
         """RecordTooLarge if any of the records that are to be written next is larger than the topic takes."""
@@ -76,15 +74,12 @@ class Writers:
                 writer.begin(ends[partition])
             self._has_begun = True
 
-        def hand_over(partition: int) -> None:
-            for batch in windows[partition]:
-                self._writers[partition].write(batch)
-
-        self._run(hand_over, windows)
-
-    def _run(self, work: Callable[[int], None], partitions: Iterable[int]) -> None:
-        """Call ``work`` for each partition, and wait for all of them. Raises the first error."""
-        futures = [self._threads.submit(work, partition) for partition in partitions]
-        wait(futures)
-        for future in futures:
-            future.result()
+        steps = [
+            chain.from_iterable(map(self._writers[partition].chunks_sent, window))
+            for partition, window in windows.items()
+        ]
+        while steps:
+            steps = [step for step in steps if next(step, None) is not None]
+            for writer in self._writers.values():
+                if writer.is_first_alone:
+                    writer.drain()

@@ -4,7 +4,7 @@ The messages of one consumer call: records as columns, and the errors among the 
 
 Reads one partition from librdkafka's memory into Arrow's, with no Python object for a record.
 
-Writes records of one partition from Arrow's memory into librdkafka's, with no Python object for a record.
+Writes records from Arrow's memory into librdkafka's, with no Python object for a record.
 """
 
 from __future__ import annotations
@@ -227,37 +227,38 @@ _HEADER, _HEADERS = 9, 10
 
 @dataclass(frozen=True)
 class Report:
-    """How ``count`` records fared, which follow those of the report before. ``last``: the offset of the last of them, where
-    the broker said it."""
+    """How ``count`` records of a partition fared, which follow those of the partition's report before. ``last``: the offset of
+    the last of them, where the broker said it."""
 
+    partition: int
     count: int
     error: KafkaError | None
     last: int | None
 
 
 class Handover(Client):
-    """A producer of one partition. ``hand_over`` keeps the order; reports come in that order, each for many records."""
+    """A producer of one topic. ``hand_over`` keeps the order of each partition; its reports come in that order, each for many
+    records of one partition."""
 
-    def __init__(self, properties: Mapping[str, Any], topic: str, partition: int) -> None:
+    def __init__(self, properties: Mapping[str, Any], topic: str) -> None:
         """``properties`` as for Client."""
         self._reports: list[Report] = []
         self._topic = 0
         super().__init__("producer", properties)
-        self._partition = partition
         self._topic = self.library.rd_kafka_topic_new(self.handle, topic.encode(), None)
 
-    def hand_over(self, records: pa.RecordBatch) -> KafkaError | None:
+    def hand_over(self, partition: int, records: pa.RecordBatch) -> KafkaError | None:
         """Queue the records (columns ``key`` and ``value``, binary, and perhaps ``headers``) in order; the error of the first
         that was refused."""
         messages = np.zeros(len(records), MESSAGE)
-        messages["partition"] = self._partition
+        messages["partition"] = partition
         # Held until librdkafka has copied what lies in them.
         columns = {name: records[name].cast(pa.binary()) for name in ("key", "value")}
         for name, column in columns.items():
             messages[name], messages[f"{name}_size"] = _places(column)
         if has_headers(records):
             return self._hand_over_each(messages, records["headers"])
-        self.library.rd_kafka_produce_batch(self._topic, self._partition, _COPY, messages.ctypes.data, len(messages))
+        self.library.rd_kafka_produce_batch(self._topic, partition, _COPY, messages.ctypes.data, len(messages))
         refusals = np.flatnonzero(messages["err"])
         return KafkaError(int(messages["err"][refusals[0]])) if len(refusals) else None
 
@@ -279,7 +280,7 @@ class Handover(Client):
         for place, kind in enumerate(_PARTS.values()):
             parts["type"][starts + place] = kind
         at = {part: starts + place for place, part in enumerate(_PARTS)}
-        parts["address"][at["topic"]], parts["number"][at["partition"]] = self._topic, self._partition
+        parts["address"][at["topic"]], parts["number"][at["partition"]] = self._topic, messages["partition"]
         parts["number"][at["flags"]] = _COPY
         for side in ("key", "value"):
             parts["address"][at[side]], parts["size"][at[side]] = messages[side], messages[f"{side}_size"]
@@ -314,6 +315,10 @@ class Handover(Client):
     def reports(self, timeout: float) -> list[Report]:
         """The reports that come within ``timeout`` seconds. Raises what ``poll`` raises."""
         self.poll(timeout)
+        return self.taken()
+
+    def taken(self) -> list[Report]:
+        """The reports that came already."""
         reports, self._reports = self._reports, []
         return reports
 
@@ -325,7 +330,8 @@ class Handover(Client):
             (last,) = np.frombuffer(ctypes.string_at(int(addresses[count - 1]), MESSAGE.itemsize), MESSAGE)
             offset = int(last["offset"])
             code = self.library.rd_kafka_event_error(event) or int(last["err"])
-            self._reports.append(Report(count, KafkaError(code) if code else None, offset if offset >= 0 else None))
+            error, partition = KafkaError(code) if code else None, int(last["partition"])
+            self._reports.append(Report(partition, count, error, offset if offset >= 0 else None))
 
     def close(self) -> None:
         """End the producer and drop what waits to be sent. What is on its way may still arrive, as a prefix."""

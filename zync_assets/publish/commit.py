@@ -44,7 +44,14 @@ from zync_assets.lake.publication import (
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
-from zync_assets.publish.encoding import StagedTopic, alike_ids, encoded_rows, first_difference, staged_topic
+from zync_assets.publish.encoding import (
+    BATCH_RECORDS,
+    StagedTopic,
+    alike_ids,
+    encoded_rows,
+    first_difference,
+    staged_topic,
+)
 from zync_assets.publish.plan import OutputBatch, PublishPlan, foreign_record, missing_topic
 from zync_assets.spark.tasks import run_tasks
 
@@ -60,7 +67,7 @@ TASK_RECORDS = 8 * WINDOW_RECORDS
 """The records that one Spark task sends, window by window."""
 
 WRITERS = 16
-"""The most partitions that a task writes to. Each partition has a producer with a connection and threads of its own."""
+"""The most partitions that a task writes to. Each partition has open files, and its encoded records wait in memory."""
 
 
 @dataclass(frozen=True)
@@ -347,6 +354,9 @@ def _windows_of_parts(
 ) -> Iterator[dict[int, list[pa.RecordBatch]]]:
     """A window of each partition at a time; together they have the records and bytes of one window."""
     records, size = target.window_records // len(parts), target.window_bytes // len(parts)
+    if records > BATCH_RECORDS:
+        # Whole batches: the records behind the window's end would be encoded before the window is sent.
+        records -= records % BATCH_RECORDS
     each = [windows(encoded_rows(target.outputs, part, schemas), max(1, records), max(1, size)) for part in parts]
     for found in zip_longest(*each):
         yield {part.partition: window for part, window in zip(parts, found, strict=True) if window is not None}

@@ -100,7 +100,7 @@ def test_a_property_that_librdkafka_does_not_know_is_named(kafka: dict[str, str]
 def handover_of(kafka: dict[str, str], topic: str) -> None:
     connection = Connection({name: value for name, value in kafka.items() if name != "no.such.property"}, {})
     try:
-        zero_copy.Handover({**connection.properties, **kafka}, topic, 0)
+        zero_copy.Handover({**connection.properties, **kafka}, topic)
     except Exception as error:
         raise connection.error(error, "setting up a producer") from None
 

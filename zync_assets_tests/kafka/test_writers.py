@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from confluent_kafka import Producer
 
-from zync_assets.errors import ForeignRecord, RecordTooLarge
+from zync_assets.errors import ForeignRecord, KafkaError, RecordTooLarge
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import create_topic, high_watermarks
 from zync_assets.kafka.writers import Writers
@@ -20,6 +20,11 @@ def three(kafka: dict[str, str], unique: str) -> str:
     """A topic of three partitions."""
     create_topic(kafka, unique, 3, 1, {"max.message.bytes": "2000"})
     return unique
+
+
+def written(kafka: dict[str, str], topic: str, partition: int, end: int) -> list[bytes | None]:
+    """The values of a partition below an offset."""
+    return [row["value"] for each in read_range(kafka, topic, partition, 0, end) for row in each.to_pylist()]
 
 
 def test_each_record_lands_at_its_offset_in_its_partition(kafka: dict[str, str], three: str) -> None:
@@ -37,8 +42,7 @@ def test_each_record_lands_at_its_offset_in_its_partition(kafka: dict[str, str],
             writers.write(windows)
     assert high_watermarks(kafka, three, range(3)) == {0: 2_000, 1: 4_000, 2: 4_000}
     for part in PARTS[1:]:
-        rows = [row for each in read_range(kafka, three, part.partition, 0, 4_000) for row in each.to_pylist()]
-        assert [row["value"] for row in rows] == [b"%d" % number for number in range(4_000)]
+        assert written(kafka, three, part.partition, 4_000) == [b"%d" % number for number in range(4_000)]
 
 
 def test_an_error_in_one_partition_ends_all_writers(kafka: dict[str, str], three: str) -> None:
@@ -53,3 +57,38 @@ def test_an_error_in_one_partition_ends_all_writers(kafka: dict[str, str], three
     assert high_watermarks(kafka, three, range(3))[1] == 1
     with pytest.raises(RecordTooLarge, match="offset 3 of"), Writers(kafka, three, PARTS[2:], REBUILD) as made:
         made.check_sizes({2: [numbered(0, 3), batch([b"x" * 3_000])]})
+
+
+@pytest.mark.parametrize("refused", [0, 2_500])
+def test_a_record_that_the_broker_refuses_leaves_a_prefix_in_each_partition(
+    kafka: dict[str, str], unique: str, refused: int
+) -> None:
+    # A compacted topic takes no record without a key: only the broker knows.
+    create_topic(kafka, unique, 3, 1, {"cleanup.policy": "compact"})
+    values: list[bytes | None] = [b"%d" % number for number in range(30_000)]
+    keys: list[bytes | None] = [b"%d" % number for number in range(30_000)]
+    lacking = [*keys[:refused], None, *keys[refused + 1 :]]
+    with (
+        pytest.raises(KafkaError, match=rf"{unique}/1 from offset \d+ on.*validate"),
+        Writers(kafka, unique, PARTS, REBUILD) as made,
+    ):
+        made.write({partition: [batch(values, lacking if partition == 1 else keys)] for partition in range(3)})
+    ends = high_watermarks(kafka, unique, range(3))
+    assert ends[1] <= refused
+    for partition, end in ends.items():
+        assert written(kafka, unique, partition, end) == values[:end]
+
+
+def test_a_record_of_another_writer_is_found_in_its_partition(kafka: dict[str, str], three: str) -> None:
+    with (
+        pytest.raises(ForeignRecord, match=f"{three}/1 holds a record at offset 1 "),
+        Writers(kafka, three, PARTS, REBUILD) as made,
+    ):
+        # The first record of each partition is confirmed by itself.
+        made.write({part.partition: [numbered(0, 1)] for part in PARTS})
+        producer = Producer(kafka)
+        producer.produce(three, b"foreign", partition=1)
+        assert producer.flush(10) == 0
+        made.write({part.partition: [numbered(1, 2_000)] for part in PARTS})
+    for partition, end in high_watermarks(kafka, three, (0, 2)).items():
+        assert written(kafka, three, partition, end) == [b"%d" % number for number in range(end)]
