@@ -330,7 +330,7 @@ class ClickhouseTarget(SqlTarget):
             whole = [cast_column(rows, table, name) for name in (*spec.key, *others)]
             kept = sa.select(*whole, rows.c[OFFSET], sa.literal(0))
         else:
-            kept = merged_rows(rows, table, spec)
+            kept = merged_rows(rows, table, merge)
         kept = kept.where(rows.c[OP] != DELETE)
         insert_changes(connection, self.upsert(table, kept, spec.key, [*others, OFFSET, DELETED]), own_token())
 

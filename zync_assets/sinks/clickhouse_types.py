@@ -172,8 +172,12 @@ def as_source(batch: pa.RecordBatch, spec: TableSpec) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, names=[item.name for item in spec.columns])
 
 
-def merged_rows(rows: sa.Table, table: sa.Table, spec: TableSpec) -> sa.Select[Any]:
-    """The rows of a load table, with the columns that partial records leave out from the present rows."""
+def merged_rows(rows: sa.Table, table: sa.Table, merge: Merge) -> sa.Select[Any]:
+    """The rows of a load table, with the columns that partial records leave out from the present rows.
+
+    A killed run may have written the batch, or its begin. A row that it made was not there before the batch.
+    """
+    spec, firsts = merge.spec, list(merge.expected.values())
     partial = sa.and_(rows.c[OP].in_([UPSERT, UPDATE]), rows.c[SET].is_not(None))
     keys = [cast_column(rows, table, name) for name in spec.key]
     wanted = sa.select(*keys).where(partial)
@@ -183,10 +187,12 @@ def merged_rows(rows: sa.Table, table: sa.Table, spec: TableSpec) -> sa.Select[A
     same = sa.and_(partial, *(now.c[name] == key for name, key in zip(spec.key, keys, strict=True)))
     shape = sa.func.ifNull(rows.c[SET], "1" * len(spec.others))
     is_there = now.c[spec.key[0]].is_not(None)
+    # The offsets of several partitions do not tell which rows are those of the batch: then the same change does.
+    was_there = sa.and_(is_there, now.c[OFFSET] < ((firsts[0] or 0) if len(firsts) == 1 else rows.c[OFFSET]))
     values: list[sa.ColumnElement[Any]] = []
     for at, item in enumerate(spec.others):
         mark = sa.func.substring(shape, at + 1, 1)
-        is_set = sa.or_(mark == "1", sa.and_(mark == "2", is_there))
+        is_set = sa.or_(mark == "1", sa.and_(mark == "2", was_there))
         values.append(sa.case((is_set, cast_column(rows, table, item.name)), else_=now.c[item.name]))
     whole = sa.select(*keys, *values, rows.c[OFFSET], sa.literal(0)).select_from(rows.outerjoin(now, same))
     return whole.where(sa.or_(rows.c[OP] != UPDATE, is_there))
