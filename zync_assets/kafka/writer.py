@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -135,8 +136,10 @@ class SharedProducer:
         """The reports that came before the producer's end, up to the first error. Waits a second for the error at the most."""
         reports, until = self._handover.taken(), time.monotonic() + 1.0
         while all(report.error is None for report in reports) and (left := until - time.monotonic()) > 0:
-            reports += self._handover.reports(left)
-        return reports
+            # The end may be reported more than once.
+            with suppress(KafkaException):
+                reports += self._handover.reports(left)
+        return reports + self._handover.taken()
 
     def wait(self) -> None:
         """Wait for a report. Raises BrokerUnavailable after too long a wait, and TrustError if the broker is not trusted."""
