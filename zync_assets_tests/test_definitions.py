@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shlex
@@ -44,6 +45,20 @@ def test_loading_asks_no_broker_no_registry_no_lake_and_starts_no_jvm(file: Path
         "etl_and_publish_Staging_of_unreachable",
         "ingest_a_of_unreachable",
     ]
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_loading_leaves_the_garbage_collector_as_it_was(file: Path, is_on: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if is_on else gc.disable)()
+    try:
+        load_definitions({"ZYNC_PIPELINE": str(file)})
+        assert gc.isenabled() is is_on
+        with pytest.raises(SetupError):
+            load_definitions({"ZYNC_SENSOR": "perhaps"})
+        assert gc.isenabled() is is_on
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.parametrize(
