@@ -151,7 +151,7 @@ def _sink(names: Names, sink: Sink, table: SinkTable) -> Iterator[AssetChecksDef
 
     text = "The target's next offset is the one that was written up to, and belongs to the lake's table."
     yield _check(names, asset, sink_checks.SINK_POSITION, text, False, position)
-    text = "The target refused no record."
+    text = "No record of the table is in quarantine."
     look = partial(sink_checks.sink_quarantine, pipeline, sink, table)
     yield _check(names, asset, sink_checks.SINK_QUARANTINE, text, False, lambda _: look())
     yield _row_check(names, sink, table)

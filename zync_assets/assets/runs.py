@@ -212,7 +212,7 @@ def raw_ends(text: str) -> RawEnds:
 def await_ingest(names: Names, instance: DagsterInstance, ends: RawEnds) -> None:
     """Return when the raw tables have reached the ends, when no run ingests them, or after AWAIT_SECONDS.
 
-    The caller then works with the records that are there. A tick of the sensor asks for a run of the others.
+    A later tick of the sensor requests a run for records that the tables lack then.
     """
     pipeline, deadline = names.pipeline, time.monotonic() + AWAIT_SECONDS
     while True:

@@ -50,7 +50,7 @@ def sink_position(
 
 
 def sink_quarantine(pipeline: Pipeline, sink: Sink, table: SinkTable, snapshot: Snapshot | None = None) -> CheckResult:
-    """Warns where the target refused records. Names the last one, with the target's message."""
+    """Warns where records of a table are in quarantine. Names the last record, with its error."""
     subject = sink_subject(sink, table)
     try:
         bad = plan_sink(pipeline, sink, table, snapshot=snapshot, check=False).progress.bad
@@ -59,11 +59,11 @@ def sink_quarantine(pipeline: Pipeline, sink: Sink, table: SinkTable, snapshot: 
     except ZyncError as error:
         return conclude(SINK_QUARANTINE, subject, "warn", [str(error)], "", {})
     problems = [
-        f"the target refused {len(bad)} records; the last is {table.source}, partition {last.partition}, offset {last.offset}"
+        f"{len(bad)} records are in quarantine; the last is {table.source}, partition {last.partition}, offset {last.offset}"
         f" ({last.key}): {last.error}"
         for last in sorted(bad, key=lambda item: item.offset)[-1:]
     ]
-    return conclude(SINK_QUARANTINE, subject, "warn", problems, "the target refused no record", {"records": len(bad)})
+    return conclude(SINK_QUARANTINE, subject, "warn", problems, "no record is in quarantine", {"records": len(bad)})
 
 
 def sink_results(pipeline: Pipeline) -> Iterator[CheckResult]:

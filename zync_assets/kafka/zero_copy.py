@@ -237,7 +237,7 @@ class Report:
 
 
 class Handover(Client):
-    """A producer of one topic. ``hand_over`` keeps the order of each partition; its reports come in that order, each for many
+    """A producer of one topic. ``hand_over`` keeps the order of each partition, and so do the reports. A report covers many
     records of one partition."""
 
     def __init__(self, properties: Mapping[str, Any], topic: str) -> None:

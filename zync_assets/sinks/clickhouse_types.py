@@ -175,7 +175,7 @@ def as_source(batch: pa.RecordBatch, spec: TableSpec) -> pa.RecordBatch:
 def merged_rows(rows: sa.Table, table: sa.Table, merge: Merge) -> sa.Select[Any]:
     """The rows of a load table, with the columns that partial records leave out from the present rows.
 
-    A killed run may have written the batch, or its begin. A row that it made was not there before the batch.
+    A killed run may have written the batch in whole or in part. The rows of the killed run do not count as present.
     """
     spec, firsts = merge.spec, list(merge.expected.values())
     partial = sa.and_(rows.c[OP].in_([UPSERT, UPDATE]), rows.c[SET].is_not(None))

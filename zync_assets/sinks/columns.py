@@ -69,8 +69,11 @@ class Layout:
     update_sql: str | None = None
 
     def select(self, *, staged: bool, guarded: Collection[str] | None = None) -> list[str]:
-        """The expressions of a source's frame. The columns of the table are ``c0``, ``c1`` and so on. ``guarded``: the columns'
-        SQL that is computed only where FAILED, a column of the frame, is null; None: there is no such column."""
+        """The expressions of a source's frame. The columns of the table are ``c0``, ``c1`` and so on.
+
+        ``guarded``: the SQL of columns that Spark computes only where the frame's column FAILED is null. None: the frame has no
+        column FAILED.
+        """
         safe = "{}" if guarded is None else f"CASE WHEN {FAILED} IS NULL THEN {{}} END"
         own = [safe.format(_as_json(item)) if item.sql in (guarded or ()) else _as_json(item) for item in self.columns]
         own = [f"{sql} AS c{number}" for number, sql in enumerate(own)]
