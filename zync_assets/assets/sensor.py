@@ -237,8 +237,8 @@ INTERVAL_SECONDS = 4
 """A tick every 5 s: that is how often Dagster's daemon looks, and at 5 it finds the interval not quite over every second
 time."""
 MOST_RUNS = 2
-"""Runs of one pipeline that the sensor has under way at once: each is a process with a Spark session of its own. A run that
-awaits the ingest of its inputs may be one more."""
+"""Runs of one pipeline that the sensor has under way at once: each is a process with a Spark session of its own. The
+sensor allows a run that awaits ingest beside these runs."""
 FIRST_CHECKS = "checked"
 """Key of the cursor: whether it is settled that everything is checked that was there before this instance."""
 FIRST_OFFSETS = 1_000_000
@@ -311,13 +311,16 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
     requests: list[RunRequest] = []
     notes: list[str] = []
     for step, last in _in_turn(pipeline, instance, due_steps(names, facts)):
-        if step.awaits and not _starts_now(names, instance, step, last, requests):
-            continue
         keys = keys_of_run(step, keys_by_definition[step.partitions])
         if not keys:
             # Dagster does not know them yet: a later tick adds them.
             continue
-        if under_way := active.holds(step.job, step.assets):
+        if step.awaits:
+            if active.count(pipeline.name) + len(requests) <= MOST_RUNS and _starts_now(
+                names, instance, active, step, last, requests
+            ):
+                requests.append(_request(pipeline, step, keys))
+        elif under_way := active.holds(step.job, step.assets):
             notes.append(f"{step.job}: {under_way}")
         elif reason := _hold_reason(pipeline, instance, step):
             texts[step.job] = reason
@@ -329,7 +332,7 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
             free = active.count(pipeline.name) + len(requests) < MOST_RUNS
             if remainder is not None and free and not runs.backoff_reason(again):
                 requests.append(_request(pipeline, remainder, keys, tag))
-        elif active.count(pipeline.name) + len(requests) >= MOST_RUNS + bool(step.awaits):
+        elif active.count(pipeline.name) + len(requests) >= MOST_RUNS:
             notes.append(f"{step.job}: waits, for {MOST_RUNS} runs are under way")
         else:
             requests.append(_request(pipeline, step, keys))
@@ -382,7 +385,7 @@ def definition_keys(
 def _in_turn(
     pipeline: Pipeline, instance: DagsterInstance, steps: Iterable[DueStep]
 ) -> list[tuple[DueStep, Sequence[RunRecord]]]:
-    """The steps with their last runs: the one that has waited longest since its last run first, those that await ingest last."""
+    """The steps with their last runs. The step with the oldest last run comes first. Steps that await ingest come last."""
     pairs = [(step, runs.request_history(instance, pipeline.name, step.job)) for step in steps]
 
     def turn(pair: tuple[DueStep, Sequence[RunRecord]]) -> tuple[bool, float]:
@@ -393,14 +396,21 @@ def _in_turn(
 
 
 def _starts_now(
-    names: Names, instance: DagsterInstance, step: DueStep, last: Sequence[RunRecord], requests: Sequence[RunRequest]
+    names: Names,
+    instance: DagsterInstance,
+    active: runs.ActiveRuns,
+    step: DueStep,
+    last: Sequence[RunRecord],
+    requests: Sequence[RunRequest],
 ) -> bool:
     """Whether a step that awaits ingest may start together with ingest: this tick asks for all of the ingest, and nothing
     holds the step back. Otherwise a tick after the ingest asks for the step, and gives the reason of a hold."""
     jobs = {request.job_name for request in requests}
     if any(names.ingest_job(topic) not in jobs for topic in step.awaits):
         return False
-    return not runs.backoff_reason(last) and _hold_reason(names.pipeline, instance, step) is None
+    if active.holds(step.job, step.assets) or runs.backoff_reason(last):
+        return False
+    return _hold_reason(names.pipeline, instance, step) is None
 
 
 def _first_checks(names: Names, facts: Facts, instance: DagsterInstance) -> tuple[list[RunRequest], bool]:

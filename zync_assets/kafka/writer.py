@@ -89,7 +89,7 @@ class _Chunk:
 class SharedProducer:
     """One producer for the writers of some partitions of a topic: each producer has threads and a connection of its own.
 
-    An error of one partition ends the producer, and with it all writers.
+    The error of a partition ends the producer. The end of the producer ends the writers of all partitions.
     """
 
     def __init__(self, kafka: Mapping[str, str], topic: str) -> None:
@@ -160,7 +160,7 @@ class SharedProducer:
         return max(self.writers.values(), key=lambda writer: writer.confirmed < writer.sent)
 
     def close(self) -> None:
-        """What is not acknowledged is not sent any more."""
+        """Close the producer. The producer drops the records that it has not sent."""
         self._handover.close()
 
 
@@ -256,8 +256,8 @@ class InOrder:
     def is_first_alone(self) -> bool:
         """Whether the very first record waits for its report, and nothing is sent behind it.
 
-        A broker that knows nothing of a producer takes any sequence number. Were the first record refused with others in
-        flight behind it, one of those would get its offset.
+        A broker that does not know a producer accepts any sequence number. If the broker refused the first record while later
+        records were in flight, a later record would get the first record's offset.
         """
         return self.confirmed == self._first and self.sent == self._first + 1
 

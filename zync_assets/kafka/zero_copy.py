@@ -228,7 +228,7 @@ _HEADER, _HEADERS = 9, 10
 @dataclass(frozen=True)
 class Report:
     """How ``count`` records of a partition fared, which follow those of the partition's report before. ``last``: the offset of
-    the last of them, where the broker said it."""
+    the last record; None if the broker gave no offset."""
 
     partition: int
     count: int

@@ -184,8 +184,8 @@ class PostgresTarget(SqlTarget):
 
     def _lock_positions(self, connection: Connection, merge: Merge) -> None:
         if merge.clear:
-            # No statement sees the positions and rows of a first batch that is under way. Each transaction that has claimed its
-            # positions ends first, and no other begins.
+            # No statement sees the positions and rows of a first batch that is under way. The lock waits for each transaction
+            # that has claimed positions, and blocks new transactions.
             connection.exec_driver_sql(f"LOCK TABLE {POSITIONS.name} IN EXCLUSIVE MODE")
         super()._lock_positions(connection, merge)
 

@@ -228,7 +228,7 @@ def test_a_reset_and_a_first_batch_under_way_follow_each_other(server: Server, d
     target.prepare(table, create=True, evolve="none")
     server.run(database, "INSERT INTO `rows` VALUES (1, 'old'), (2, 'old')")
     reset, place = Merge(PLACE, table, ORIGIN, {}, {}, clear=True), (PLACE.pipeline, PLACE.sink, PLACE.source)
-    # The server ends one of the two, which is done again then.
+    # The server aborts one of the two transactions. The sink then repeats the aborted work.
     with ThreadPoolExecutor(1) as pool, server.connected(database) as cursor:
         cursor.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
         cursor.execute("BEGIN")
