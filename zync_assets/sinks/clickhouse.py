@@ -67,7 +67,7 @@ from zync_assets.sinks.clickhouse_types import (
     stored,
     wider,
 )
-from zync_assets.sinks.fold import DELETE, OFFSET, OP, SET
+from zync_assets.sinks.fold import CREATION, DELETE, OFFSET, OP, SET
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import SqlType, at_place, place_values
 from zync_assets.sinks.target import (
@@ -221,6 +221,8 @@ class ClickhouseTarget(SqlTarget):
             sa.Column(SET, ch.Nullable(ch.String())),
             sa.Column(OFFSET, ch.UInt64()),
         ]
+        if spec.mode == "upsert":
+            marks.append(sa.Column(CREATION, ch.Nullable(ch.UInt64())))
         return sa.Table(name, sa.MetaData(), *columns, *marks, MergeTree(order_by="tuple()"))
 
     # ---- the merge
@@ -330,7 +332,7 @@ class ClickhouseTarget(SqlTarget):
             whole = [cast_column(rows, table, name) for name in (*spec.key, *others)]
             kept = sa.select(*whole, rows.c[OFFSET], sa.literal(0))
         else:
-            kept = merged_rows(rows, table, merge)
+            kept = merged_rows(rows, table, spec)
         kept = kept.where(rows.c[OP] != DELETE)
         insert_changes(connection, self.upsert(table, kept, spec.key, [*others, OFFSET, DELETED]), own_token())
 

@@ -32,7 +32,7 @@ from sqlalchemy.engine import Connection
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
-from zync_assets.sinks.fold import DELETE, OFFSET, OP, SET, UPDATE, UPSERT
+from zync_assets.sinks.fold import CREATION, DELETE, OFFSET, OP, SET, UPDATE, UPSERT
 from zync_assets.sinks.sql_types import DIGITS, SqlType, place_values, type_text
 from zync_assets.sinks.target import Column, Merge, TableSpec
 
@@ -172,12 +172,12 @@ def as_source(batch: pa.RecordBatch, spec: TableSpec) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, names=[item.name for item in spec.columns])
 
 
-def merged_rows(rows: sa.Table, table: sa.Table, merge: Merge) -> sa.Select[Any]:
+def merged_rows(rows: sa.Table, table: sa.Table, spec: TableSpec) -> sa.Select[Any]:
     """The rows of a load table, with the columns that partial records leave out from the present rows.
 
-    A killed run may have written the batch in whole or in part. The rows of the killed run do not count as present.
+    A killed run may have written the batch, or another part of its records. A present row from the record that makes the row, or
+    from a later record, has the values of all records before. Whether the row was there before does not matter then.
     """
-    spec, firsts = merge.spec, list(merge.expected.values())
     partial = sa.and_(rows.c[OP].in_([UPSERT, UPDATE]), rows.c[SET].is_not(None))
     keys = [cast_column(rows, table, name) for name in spec.key]
     wanted = sa.select(*keys).where(partial)
@@ -187,8 +187,7 @@ def merged_rows(rows: sa.Table, table: sa.Table, merge: Merge) -> sa.Select[Any]
     same = sa.and_(partial, *(now.c[name] == key for name, key in zip(spec.key, keys, strict=True)))
     shape = sa.func.ifNull(rows.c[SET], "1" * len(spec.others))
     is_there = now.c[spec.key[0]].is_not(None)
-    # The offsets of several partitions do not tell which rows are those of the batch: then the same change does.
-    was_there = sa.and_(is_there, now.c[OFFSET] < ((firsts[0] or 0) if len(firsts) == 1 else rows.c[OFFSET]))
+    was_there = sa.and_(is_there, now.c[OFFSET] < rows.c[CREATION])
     values: list[sa.ColumnElement[Any]] = []
     for at, item in enumerate(spec.others):
         mark = sa.func.substring(shape, at + 1, 1)

@@ -24,7 +24,7 @@ from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.etl.rules.output_schemas import parse_group
 from zync_assets.pipeline import Sink, SinkTable
-from zync_assets.sinks.fold import DELETE, OFFSET, OP, SET, UPSERT, Mask, Records
+from zync_assets.sinks.fold import CREATION, DELETE, OFFSET, OP, SET, UPSERT, Mask, Records
 from zync_assets.sinks.target import Column, TableSpec, Target, checked_times, in_units, time_of
 from zync_assets.spark.sql import name_sql, path_sql, text_sql
 
@@ -258,7 +258,7 @@ def make_layout(
         if not pa.types.is_null(item.column.type)
     ]
     names = [item.column.name for item in made]
-    if own := [name for name in names if name.lower() in (OP, SET, OFFSET)]:
+    if own := [name for name in names if name.lower() in (OP, SET, OFFSET, CREATION)]:
         raise SinkError(
             f"sink {sink.name}, {table.source}: a load table has a column {own[0]} too. Give yours another name with columns:"
             " {rename: ...}."

@@ -9,7 +9,8 @@ Four kinds of change come out, in the column OP:
 
 The column SET has ``1`` for a column that the change sets, ``2`` for one that it sets if the row is there already, and ``0``
 for another one, in the order of the columns. It is null if the change sets all columns, but never of an update. The column
-OFFSET has the offset of the key's last record.
+OFFSET has the offset of the key's last record. The column CREATION has the offset of the first record after the last delete
+that makes the row if it is not there; null if no record does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 
-OP, SET, OFFSET = "zync_op", "zync_set", "zync_offset"
+OP, SET, OFFSET, CREATION = "zync_op", "zync_set", "zync_offset", "zync_creation"
 UPSERT, REPLACE, DELETE, UPDATE = "u", "r", "d", "e"
 
 Mask = npt.NDArray[np.bool_]
@@ -61,7 +62,7 @@ class Records:
 
 
 def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.RecordBatch:
-    """One row per key: the key columns, ``columns``, OP, SET and OFFSET. ``columns``: the table's columns outside the key."""
+    """One row per key: the key columns, ``columns``, OP, SET, OFFSET and CREATION. ``columns``: those outside the key."""
     count = len(records)
     ends = np.flatnonzero(np.append(_begins(records.rows, keys)[1:], True)) if count else np.empty(0, np.int64)
     starts = np.append(0, ends[:-1] + 1) if count else ends
@@ -85,8 +86,10 @@ def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.Re
         arrays.append(records.rows.column(name).take(pa.array(at, mask=~has_value)))
     op = np.where(was_deleted, np.where(is_upsert, 1, 2), np.where(is_upsert, 0, 3))
     is_set = np.column_stack(masks) if masks else np.empty((len(ends), 0), np.int8)
-    marks = [_OPS.take(pa.array(op)), set_texts(is_set, op == 3), pa.array(records.offsets[ends], pa.int64())]
-    return pa.RecordBatch.from_arrays([*arrays, *marks], names=[*keys, *columns, OP, SET, OFFSET])
+    offsets = pa.array(records.offsets, pa.int64())
+    creation = offsets.take(pa.array(first, mask=~is_upsert))
+    marks = [_OPS.take(pa.array(op)), set_texts(is_set, op == 3), offsets.take(pa.array(ends)), creation]
+    return pa.RecordBatch.from_arrays([*arrays, *marks], names=[*keys, *columns, OP, SET, OFFSET, CREATION])
 
 
 def set_texts(marks: npt.NDArray[np.int8], is_update: Mask) -> pa.Array:

@@ -274,8 +274,8 @@ class Target(ABC):
 
     @abstractmethod
     def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
-        """Write rows into a new load table, in a Spark task. ``rows``: the columns of the table, and OP, SET and OFFSET of
-        ``fold``."""
+        """Write rows into a new load table, in a Spark task. ``rows``: the columns of the table, and OP, SET, OFFSET and
+        CREATION of ``fold``."""
 
     def appends(self, spec: TableSpec, *, whole: bool) -> bool:
         """Whether the table takes rows by ``append``, in place of ``load`` and ``merge``. ``whole``: whether no record leaves a

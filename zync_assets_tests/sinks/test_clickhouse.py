@@ -7,26 +7,31 @@ from dataclasses import replace
 from datetime import date, datetime
 from decimal import Decimal
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import clickhouse_connect
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnavailable
 from zync_assets.local.services import Services
 from zync_assets.sinks.clickhouse import ClickhouseTarget
+from zync_assets.sinks.fold import fold
 from zync_assets.sinks.target import BadRecord, Column, Merge, TableSpec, load_names
 from zync_assets_tests.sinks.conformance import (
     ORIGIN,
     PLACE,
     Change,
+    Update,
     apply,
     assert_conforms,
     assert_refuses,
     load,
     model,
+    records,
     rows_of,
 )
 from zync_assets_tests.sinks.story import play
@@ -120,6 +125,63 @@ def test_a_batch_that_is_written_again_or_too_late_changes_nothing(folder: Path)
         query(folder, "TRUNCATE TABLE zync_positions")
         write(it, table, [one(5, {"a": value, "b": "5"})], 7)
         assert query(folder, "SELECT a FROM rows FINAL WHERE id = 5") == [(value,)]
+
+
+class Killed(Exception):
+    """The run ends here."""
+
+
+def killed(*_: Any) -> None:
+    raise Killed
+
+
+def step(number: int) -> list[dict[str, Any] | None]:
+    """The records that may be the ``number``-th of a key."""
+    return [Update(a=f"update {number}"), {"a": f"new {number}"}, {"b": f"new {number}"}, None]
+
+
+@pytest.mark.parametrize("again", [1, 2, 3])
+@pytest.mark.parametrize("dead", [1, 2, 3])
+def test_a_killed_batch_may_come_again_with_fewer_or_more_records(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dead: int, again: int
+) -> None:
+    """Each history of a key is one of all sequences of three records, of a row that is there or not. A killed run wrote
+    ``dead`` records of each key. The next run commits ``again`` records, and a third run commits all."""
+    it = target(folder)
+    table = spec(id=pa.int64(), a=pa.string(), b=pa.string())
+    it.prepare(table, create=True, evolve="none")
+    start: list[dict[str, Any] | None] = [None, {"a": "old", "b": "old"}]
+    histories = list(enumerate(product(start, *map(step, range(3)))))
+
+    def commit(first: int, end: int) -> None:
+        """Commit a part of each history. The keys have two partitions, whose offsets differ."""
+        batch = [one(key, fields) for key, history in histories for fields in history[first:end]]
+        offsets = [key + len(histories) * (at + key % 2) for key, _ in histories for at in range(first, end)]
+        made = replace(records(table, batch, 0), offsets=np.array(offsets, np.int64))
+        with it.run(PLACE) as name:
+            load = it.load(table, f"{name}0", iter([fold(made, table.key, ["a", "b"])]))
+            expected = {partition: first * len(histories) or None for partition in (0, 1)}
+            it.merge(Merge(PLACE, table, ORIGIN, expected, dict.fromkeys((0, 1), end * len(histories)), (load,)))
+
+    def rows(end: int) -> list[Any]:
+        found: dict[int, dict[str, Any]] = {}
+        for key, history in histories:
+            for fields in history[:end]:
+                if fields is None:
+                    found.pop(key, None)
+                elif key in found or not isinstance(fields, Update):
+                    found.setdefault(key, {"a": None, "b": None}).update(fields)
+        return [(key, row["a"], row["b"]) for key, row in sorted(found.items())]
+
+    commit(0, 1)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(it, "_advance", killed)
+        commit(1, 1 + dead)
+    # A reader sees the rows of the killed run until the positions pass them.
+    for first, end in [(1, 1 + again), *([(1 + again, 4)] if again < 3 else [])]:
+        commit(first, end)
+        if end > dead:
+            assert query(folder, "SELECT id, a, b FROM rows FINAL ORDER BY id") == rows(end)
 
 
 def test_appended_records_have_their_coordinates_in_the_sorting_key(folder: Path) -> None:
