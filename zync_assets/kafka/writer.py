@@ -74,6 +74,11 @@ def _foreign(topic: str, partition: int, offset: int, rebuild: str) -> ForeignRe
     )
 
 
+def _is_of_broker(error: ClientError | None) -> bool:
+    """Whether an error came from the broker. librdkafka's own errors have negative codes."""
+    return error is not None and error.code() > 0
+
+
 @dataclass(frozen=True)
 class _Chunk:
     """Records on their way, the first of them for offset ``first``."""
@@ -116,26 +121,30 @@ class SharedProducer:
         return self._handover.hand_over(partition, records)
 
     def serve(self, timeout: float) -> None:
-        """Pass the reports of the next ``timeout`` seconds to the writers. Raises the error of the first writer that has one."""
+        """Pass the reports of the next ``timeout`` seconds to the writers. Raises the error of a writer that has one.
+
+        If several writers have an error, the first one counts that is a cause (``InOrder.is_cause``).
+        """
+        reports: list[Report] = []
+        end: ClientError | None = None
         try:
-            reports, end = self._handover.reports(timeout), None
+            reports = self._handover.reports(timeout)
         except KafkaException as error:
             # An error that ended the producer. A report names the partition, and this error does not.
-            reports, end = self._reports_after_end(), error.args[0]
-        failed: InOrder | None = None
-        for report in reports:
-            writer = self.writers[report.partition]
-            if not writer.confirm(report):
-                failed = failed or writer
+            end = error.args[0]
+        if end is not None or any(report.error is not None for report in reports):
+            reports = self._reports_to_cause(reports)
+        failed = [writer for report in reports if not (writer := self.writers[report.partition]).confirm(report)]
+        failed.sort(key=lambda writer: not writer.is_cause)
         if end is not None:
-            raise (failed or self._late()).refusal(end)
-        if failed is not None:
-            failed.raise_error()
+            raise (failed[0] if failed else self._late()).refusal(end)
+        if failed:
+            failed[0].raise_error()
 
-    def _reports_after_end(self) -> list[Report]:
-        """The reports that came before the producer's end, up to the first error. Waits a second for the error at the most."""
-        reports, until = self._handover.taken(), time.monotonic() + 1.0
-        while all(report.error is None for report in reports) and (left := until - time.monotonic()) > 0:
+    def _reports_to_cause(self, reports: list[Report]) -> list[Report]:
+        """The reports up to the broker's error. Waits a second for it at the most."""
+        reports, until = reports + self._handover.taken(), time.monotonic() + 1.0
+        while not any(_is_of_broker(report.error) for report in reports) and (left := until - time.monotonic()) > 0:
             # The end may be reported more than once.
             with suppress(KafkaException):
                 reports += self._handover.reports(left)
@@ -278,6 +287,12 @@ class InOrder:
         """Wait until every sent record is confirmed."""
         while self.confirmed < self.sent:
             self._producer.wait()
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether the broker refused a record, or put it at another offset. The producer then ends, and the reports of the other
+        partitions have errors of librdkafka's."""
+        return self._mismatch is not None or _is_of_broker(self._error)
 
     def raise_error(self) -> None:
         """Raise the error of a report, if one had an error."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import KafkaException, Producer
 
 from zync_assets.errors import ForeignRecord, KafkaError, RecordTooLarge
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import create_topic, high_watermarks
+from zync_assets.kafka.writer import InOrder, SharedProducer
 from zync_assets.kafka.writers import Writers
+from zync_assets.kafka.zero_copy import Handover, Report
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.kafka.test_writer import REBUILD, batch, numbered
 
@@ -77,6 +80,31 @@ def test_a_record_that_the_broker_refuses_leaves_a_prefix_in_each_partition(
     assert ends[1] <= refused
     for partition, end in ends.items():
         assert written(kafka, unique, partition, end) == values[:end]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_an_error_names_the_partition_whose_record_the_broker_refused(
+    kafka: dict[str, str], three: str, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """The broker's refusal of one record makes librdkafka drop the records of the other partitions. The reports on these may come
+    first."""
+    local, refusal = ClientError(ClientError._GAPLESS_GUARANTEE), ClientError(ClientError.INVALID_RECORD)
+    end = [KafkaException(ClientError(ClientError._FATAL))] if ends else []
+    answers = iter([*end, [Report(2, 1, local, None)], [], [Report(1, 1, refusal, None)]])
+
+    def reports(*_: float) -> list[Report]:
+        answer = next(answers)
+        if isinstance(answer, KafkaException):
+            raise answer
+        return answer
+
+    producer = SharedProducer(kafka, three)
+    for part in PARTS:
+        InOrder(kafka, three, part.partition, part.first, REBUILD, producer)
+    monkeypatch.setattr(Handover, "reports", reports)
+    with pytest.raises(KafkaError, match=f"{three}/1 from offset 0 on"):
+        producer.serve(0)
+    producer.close()
 
 
 def test_a_record_of_another_writer_is_found_in_its_partition(kafka: dict[str, str], three: str) -> None:
