@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from zync_assets import upkeep
 from zync_assets.conflicts import EVERYWHERE, Log, raise_first, retried
@@ -26,6 +27,7 @@ FIRST_REST, MOST_REST = 0.5, 30.0
 """The first and the longest rest of a table after an error, in seconds."""
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def sink_all(pipeline: Pipeline, session: Session, sinks: Sequence[str] = ()) -> Iterator[SinkCommit]:
@@ -87,28 +89,25 @@ def sink_table(
 
     ``first``: a batch that was read already; ``patience``: seconds to wait, outage by outage.
     """
-    limit, outages, commits = BATCH_OFFSETS, 0, 0
+    limit, commits = BATCH_OFFSETS, 0
+
+    def write() -> SinkCommit | None:
+        nonlocal first
+        batch, first = first, None
+        with _names(sink, table):
+            return sink_once(pipeline, partial(read_sink, pipeline, session, sink, table, limit), batch)
+
     while True:
         try:
-            batch, first = first, None
-            with _names(sink, table):
-                made = sink_once(pipeline, partial(read_sink, pipeline, session, sink, table, limit), batch)
+            made = _outlast(write, patience)
         except TargetRefused as error:
             if limit == SEARCH_OFFSETS:
                 raise SinkError(str(error)) from error
             # Somewhere in the batch is a record that the target refuses. A smaller batch has it, or is written without it.
             limit = max(SEARCH_OFFSETS, limit // 8)
             continue
-        except TargetUnavailable as error:
-            text = str(error).rstrip(".")
-            if outages == len(patience):
-                raise TargetUnavailable(f"{text}. Check the url, and that the target is up.") from error
-            _log.warning("%s; trying again in %s s", text, patience[outages])
-            time.sleep(patience[outages])
-            outages += 1
-            continue
         if made is not None:
-            limit, outages, commits = min(BATCH_OFFSETS, limit * 8), 0, commits + 1
+            limit, commits = min(BATCH_OFFSETS, limit * 8), commits + 1
             yield made
         if made is None or not made.left:
             break
@@ -203,18 +202,27 @@ def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> t
         if plan.ends:
             reset_table(plan, layout(plan, session), sharers)
 
-    with _names(sink, table):
-        # Another run may be at work on the table.
-        _outlast(lambda: retried(lambda: plan_sink(pipeline, found, found.table(table), check=False), reset))
+    def reset_named() -> None:
+        with _names(sink, table):
+            retried(lambda: plan_sink(pipeline, found, found.table(table), check=False), reset)
+
+    # Another run may be at work on the table.
+    _outlast(reset_named)
     return sharers
 
 
-def _outlast(work: Callable[[], None]) -> None:
-    """Do a work again after an outage of the target, as often as ``sink_table`` does."""
-    for seconds in OUTAGES:
+def _outlast(work: Callable[[], T], patience: Sequence[float] = OUTAGES) -> T:
+    """The result of a work, which is done again after an outage of the target. ``patience``: seconds to wait, outage by outage.
+
+    Raises TargetUnavailable with a cure after the last one.
+    """
+    for seconds in patience:
         try:
             return work()
         except TargetUnavailable as error:
             _log.warning("%s; trying again in %s s", str(error).rstrip("."), seconds)
             time.sleep(seconds)
-    return work()
+    try:
+        return work()
+    except TargetUnavailable as error:
+        raise TargetUnavailable(f"{str(error).rstrip('.')}. Check the url, and that the target is up.") from error
