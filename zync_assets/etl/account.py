@@ -138,8 +138,8 @@ class Sources:
     """The sources of result rows, each as an element of arrays of one length."""
 
     def __init__(self, rows: pa.RecordBatch) -> None:
-        """``rows``: with kind, rule, source, waited and hash, ``rows`` where an output is held, ``olds`` where a rule gathers
-        records, and ``takers`` where outputs are merged."""
+        """``rows``: with kind, rule, source, waited and hash, ``row``, ``other_row`` and ``changes`` where an output is
+        held, ``olds`` where a rule gathers records, and ``takers`` and ``rows`` where outputs are merged."""
         lengths = pc.list_value_length(rows["source"]).to_numpy()
         self.row = np.repeat(np.arange(len(rows)), lengths)
         """The index of its row."""
@@ -161,10 +161,27 @@ class Sources:
         self.extra = extra.to_numpy(zero_copy_only=False)[self.row]
         """Whether the row is a further output of a match: its sources are counted already."""
         self.since = rows["since"] if "since" in rows.schema.names else None
-        held = "rows" in rows.schema.names
-        nulls = pa.nulls(len(self.row), pa.int64()), pa.nulls(len(self.row), pa.bool_())
-        self.source_row, self.creates = rows["rows"].flatten().flatten() if held else nulls
-        """The hashes of source rows, and whether the record makes its row."""
+        self.source_row: pa.Array = pa.nulls(len(self.row), pa.int64())
+        """The hashes of source rows."""
+        self.changes = np.zeros(len(self.row), bool)
+        """Whether the record changes its source row, and does not create the row."""
+        if "row" in rows.schema.names:
+            self._add_rows(rows)
+
+    def _add_rows(self, rows: pa.RecordBatch) -> None:
+        hashes, known = np.zeros(len(self.row), np.int64), np.zeros(len(self.row), bool)
+        for at, name in enumerate(("row", "other_row")):
+            here = self.at == at
+            hashes[here] = rows[name].fill_null(0).to_numpy()[self.row[here]]
+            known[here] = rows[name].is_valid().to_numpy(zero_copy_only=False)[self.row[here]]
+        self.changes = (rows["changes"].fill_null(0).to_numpy()[self.row] >> np.minimum(self.at, 31) & 1).astype(bool)
+        if "rows" in rows.schema.names:
+            merged = np.isin(self.row, np.flatnonzero(pc.is_valid(rows["rows"]).to_numpy(zero_copy_only=False)))
+            row, changes = rows["rows"].flatten().flatten()
+            hashes[merged] = row.fill_null(0).to_numpy()
+            known[merged] = row.is_valid().to_numpy(zero_copy_only=False)
+            self.changes[merged] = changes.to_numpy(zero_copy_only=False)
+        self.source_row = pa.array(hashes, mask=~known)
 
 
 def counts(found: Sources) -> list[Count]:
@@ -223,8 +240,7 @@ def entries(found: Sources, labels: Labels) -> pa.RecordBatch:
     kind, rule, offset = found.kind[wanted], found.taker[wanted], found.offset[wanted]
     takers = [labels.taker(index) for index in range(len(labels.rules))]
     done = completed[wanted]
-    creates = found.creates.take(pa.array(wanted)).fill_null(True).to_numpy(zero_copy_only=False)
-    changes = (kind == PENDING) & ~creates
+    changes = (kind == PENDING) & found.changes[wanted]
     waits = (kind == PENDING) & np.isin(rule, list(labels.waits))
     text = np.where(done, 0, np.where(waits, 2, 1))
     columns = {

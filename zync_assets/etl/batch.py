@@ -241,12 +241,13 @@ def result_rows(
         waiting = _pending_frames(transform, records, pending, failures)
         parts += kind_of(records.rule).results(records, waiting, emission)
     merges = any(transform.pipeline.output(rule.out).coalesce for rule in rules)
+    held = bool(transform.held)
     optional = optional_columns(
-        [records.rule for records in each if records.frames], manifold, merges=merges and bool(parts)
+        [records.rule for records in each if records.frames], manifold, merges=merges and bool(parts), held=held
     )
     joins = {records.rule.name: records.join for records in each if records.join is not None}
     together = transform.small
-    found = finished(union(parts), transform.pipeline, rules, types, together=together) if parts else None
+    found = finished(union(parts), transform.pipeline, rules, types, together=together, held=held) if parts else None
     each = [*([] if found is None else [found]), *(views.rows if views is not None else ())]
     return ResultRows(union(each or [no_rows(transform)]), joins, optional)
 
@@ -308,8 +309,8 @@ def check_rows(
             continue
         rules[place] = rule.name
         if place not in gone:
-            row, joins, creates = (rule.out, entry["row"]), bool(rule.sides[0].keys), entry["text"] != CHANGE
-            each.append(HeldRecord(place, rule.name, row, True, None, joins, entry["hash"], creates=creates))
+            row, joins, changes = (rule.out, entry["row"]), bool(rule.sides[0].keys), entry["text"] == CHANGE
+            each.append(HeldRecord(place, rule.name, row, True, None, joins, entry["hash"], changes=changes))
     decision = decide(_with_sequences(transform, each))
     decision = replace(decision, waiting=decision.waiting | waiting)
     if not hold.covers(decision):

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _OLDS = "transform(sequence(0, size({0}.source) - 1), at -> shiftright({0}.waited, at) % 2 = 1)"
+_ROWS = (
+    "transform({0}.source, (record, at) -> struct(CASE at WHEN 0 THEN {0}.row WHEN 1 THEN {0}.other_row END AS row,"
+    " shiftright({0}.changes, least(at, 31)) % 2 = 1 AS changes))"
+)
 
 
 def coalesced(
@@ -53,12 +57,20 @@ def coalesced(
 
 
 def finished(
-    results: DataFrame, pipeline: Pipeline, rules: Sequence[Rule], types: Mapping[str, OutputTypes], *, together: bool
+    results: DataFrame,
+    pipeline: Pipeline,
+    rules: Sequence[Rule],
+    types: Mapping[str, OutputTypes],
+    *,
+    together: bool,
+    held: bool,
 ) -> DataFrame:
-    """The result rows of a batch, without dropped outputs, and with merged ones. ``together``: one task runs the whole batch."""
+    """The result rows of a batch, without dropped outputs, and with merged ones. ``together``: one task runs the whole batch;
+    ``held``: an output is held."""
     results = without_dropped(results, rules)
     if any(pipeline.output(rule.out).coalesce for rule in rules):
         known = [] if "olds" in results.columns else ["CAST(NULL AS array<boolean>) AS olds"]
+        known += ["CAST(NULL AS array<struct<row: bigint, changes: boolean>>) AS rows"] if held else []
         results = results.selectExpr("*", *known, "CAST(NULL AS array<int>) AS takers")
         # Rows of one task need no shuffle.
         results = results.coalesce(1) if together else results
@@ -116,6 +128,7 @@ class _Merge:
         gone = "true" if self.value is None else f"b.{name_sql(self.value)} IS NULL OR a.{name_sql(self.value)} IS NULL"
         olds = {side: f"coalesce({side}.olds, {_OLDS.format(side)})" for side in "ab"}
         takers = {side: f"coalesce({side}.takers, array_repeat({side}.rule, size({side}.source)))" for side in "ab"}
+        rows = {side: f"coalesce({side}.rows, {_ROWS.format(side)})" for side in "ab"}
         made = {
             "rule": f"CASE WHEN {gone} OR {self._covers('b', 'a')} THEN b.rule ELSE a.rule END",
             "source": "concat(a.source, b.source)",
@@ -123,7 +136,7 @@ class _Merge:
             "waited": "0",
             "olds": f"concat({olds['a']}, {olds['b']})",
             "takers": f"concat({takers['a']}, {takers['b']})",
-            "rows": "concat(a.rows, b.rows)",
+            "rows": f"concat({rows['a']}, {rows['b']})",
             "ords": "concat(a.ords, b.ords)",
         }
         if self.value is not None and self.fields:

@@ -309,7 +309,10 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
         wanted = row_sql(topics, labels, suspect, pipeline.unavailable_value, lacking=LACKING in present)
         about = ["kind", "rule", "source", "last", "waited", "hash"]
         wanted += rows.optional
-        row, order = ["rows", f"{_ends_sql(topics, labels)} AS ends"], ["ords", "exact"]
+        row, order = (
+            ["row", "other_row", "changes", f"{_ends_sql(topics, labels)} AS ends"],
+            ["ords", "joined", "exact"],
+        )
         held, small = bool(transform.held), transform.small
         if held:
             wanted += [*row, *order] if small else row
@@ -318,8 +321,9 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
         bounds = positions.bucket_bounds(transform.spans, parts)
         if plan.recomputed is not None:
             bounds = rebuild_bounds(transform, parts)
-        unused = order if held and not small else ()
-        ties = [*(["follows"] if held else []), *(["number"] if "number" in rows.optional else [])]
+        ties = ["follows"] if held and pending.hold is not NO_HOLD else []
+        unused = [*([] if small else order), *([] if ties else ["follows"])] if held else ()
+        ties += ["number"] if "number" in rows.optional else []
         numbered = positions.arranged(frame, parts, bounds, wanted, outs, together=small, ties=ties, unused=unused)
 
         def records() -> DataFrame:

@@ -47,7 +47,7 @@ class HeldRecord:
     ``before``: the record lies below *seen*. ``order``: None for a pending record that the batch did not read. ``joins``: the
     record needs a counterpart. ``hash`` and ``exact``: of its join key, None for a null key; ``exact`` is also None for a
     record that the batch did not read. ``other``: the place of the record that Spark paired it with. ``ends``: its output is
-    a tombstone, or it is a delete that no rule took. ``creates``: the record makes its row, and does not change the row.
+    a tombstone, or it is a delete that no rule took. ``changes``: the record changes its row, and does not create the row.
     ``sequence``: the place of a record below *seen* among those of its row, where these are not in one partition.
     """
 
@@ -61,7 +61,7 @@ class HeldRecord:
     exact: int | None = None
     other: Place | None = None
     ends: bool = False
-    creates: bool = True
+    changes: bool = False
     sequence: Order = ()
 
     def may_pair(self, other: HeldRecord) -> bool:
@@ -145,7 +145,7 @@ class _Rows:
     def _end(self, item: HeldRecord, queue: list[HeldRecord]) -> None:
         """The delete ``item`` ends its row, whose pending records are in ``queue``."""
         self.ended |= {dead.place for dead in queue}
-        if queue and item.rule is not None and all(dead.creates for dead in queue if dead.joins):
+        if queue and item.rule is not None and not any(dead.changes for dead in queue if dead.joins):
             self.ended.add(item.place)
         for dead in queue:
             if dead.joins and dead.hash is not None:

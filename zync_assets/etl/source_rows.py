@@ -42,25 +42,23 @@ _BUCKET = 40
 """Bits of a result row's number within its bucket."""
 
 
-NO_ROW = "named_struct('hash', CAST(NULL AS bigint), 'creates', true)"
-"""The source row of records that no rule of a held output takes: hashing a key takes time."""
-
-
-def row_sql(topic: str, key: DataType, value: DataType) -> str:
-    """A record's source row: struct(hash, creates). ``key``, ``value``: the types of the topic.
-
-    ``hash``: null for a record without a key. ``creates``: whether the record makes its row. Only the Debezium envelope tells:
-    an update changes the row, and an incremental snapshot repeats the row.
-    """
+def row_sql(topic: str, key: DataType) -> str:
+    """The hash of a record's source row, null for a record without a key. ``key``: the type of the topic's keys."""
     from pyspark.sql.types import NullType
 
-    hashed = "CAST(NULL AS bigint)"
-    if not isinstance(key, NullType):
-        hashed = f"CASE WHEN key IS NOT NULL THEN xxhash64({text_sql(topic)}, {_row_key_sql('key', key)}) END"
-    changes = ["value.op = 'u'"] if _has_text(value, "op") else []
-    changes += ["value.source.snapshot = 'incremental'"] if _has_text(value, "source", "snapshot") else []
-    creates = f"NOT coalesce({' OR '.join(changes)}, false)" if changes else "true"
-    return f"named_struct('hash', {hashed}, 'creates', {creates})"
+    if isinstance(key, NullType):
+        return "CAST(NULL AS bigint)"
+    return f"CASE WHEN key IS NOT NULL THEN xxhash64({text_sql(topic)}, {_row_key_sql('key', key)}) END"
+
+
+def changes_sql(value: DataType) -> str:
+    """Whether a record changes its source row, and does not create the row. ``value``: the type of the topic's values.
+
+    Only the Debezium envelope tells: an update changes the row, and an incremental snapshot repeats the row.
+    """
+    found = ["value.op = 'u'"] if _has_text(value, "op") else []
+    found += ["value.source.snapshot = 'incremental'"] if _has_text(value, "source", "snapshot") else []
+    return f"coalesce({' OR '.join(found)}, false)" if found else "false"
 
 
 def deletes_sql(value: DataType) -> str:
@@ -225,10 +223,11 @@ class HeldRules:
                 for name in ("place", "partition", "offset", "kind", "rule")
             },
             "row": found.source_row.take(each),
-            "creates": found.creates.take(each),
+            "changes": pa.array(found.changes[wanted]),
             "old": pa.array(found.old[wanted]),
             **_order(rows["ords"].flatten().take(each)),
-            **{name: rows[name].take(result) for name in ("hash", "exact", "ends")},
+            "hash": rows["joined"].take(result),
+            **{name: rows[name].take(result) for name in ("exact", "ends")},
         }
         return pa.RecordBatch.from_pydict(columns)
 
@@ -237,7 +236,7 @@ NO_HELD_RULES = HeldRules()
 _NAMES = ("result", "place", "partition", "offset", "kind", "rule", "row", "hash", "exact")
 NO_RECORDS = pa.table(
     {name: pa.array([], pa.int64()) for name in _NAMES}
-    | {name: pa.array([], pa.bool_()) for name in ("creates", "old", "ends")}
+    | {name: pa.array([], pa.bool_()) for name in ("changes", "old", "ends")}
 )
 """``HeldRules.records`` of no results."""
 _ORDER = "order_"
@@ -363,7 +362,7 @@ def held_records(
             exact=item["exact"],
             other=next((other for other in pairs[item["result"]] if other != place), None),
             ends=item["ends"],
-            creates=item["creates"],
+            changes=item["changes"],
         )
 
 
@@ -375,10 +374,12 @@ def held_rules(rules: Sequence[Rule]) -> HeldRules:
 
 
 def row_columns(topic: str, state: RawState, held: HeldRules) -> list[str]:
-    """The column ``row`` of a record frame, where an output is held."""
+    """The columns ``row`` and ``changes`` of a record frame, where an output is held. Only records of a held output are hashed:
+    a hash takes time."""
     if not held:
         return []
+    if topic not in held.topics:
+        return ["CAST(NULL AS bigint) AS row", "false AS changes"]
     types = frames.record_types(state)
-    known = topic in held.topics
-    row = row_sql(topic, types["key"].dataType, types["value"].dataType) if known else NO_ROW
-    return [f"{row} AS row"]
+    row, changes = row_sql(topic, types["key"].dataType), changes_sql(types["value"].dataType)
+    return [f"{row} AS row", f"{changes} AS changes"]

@@ -108,7 +108,7 @@ class Engine:
             exact=record.value["join"] if joins else None,
             other=other.get(record.place),
             ends=record.value["op"] == "d",
-            creates=record.value["op"] == "c",
+            changes=record.value["op"] != "c",
         )
         # Spark does not read a pending record without a counterpart.
         return found if found.other or not before else replace(found, order=None, exact=None)
@@ -148,10 +148,10 @@ def test_the_outputs_are_the_models_wherever_batches_are_cut(changes: list[Chang
 
 def test_a_delete_is_emitted_if_its_row_may_have_made_an_output() -> None:
     """The creation may be joined long ago. Only an update of the row, which also needs a counterpart, is pending."""
-    update = HeldRecord(("L", 0, 7), "create", ("out", 1), True, None, True, 9, creates=False)
+    update = HeldRecord(("L", 0, 7), "create", ("out", 1), True, None, True, 9, changes=True)
     delete = HeldRecord(("L", 0, 8), "delete", ("out", 1), False, (1,), False, ends=True)
     assert decide([update, delete]).ended == {update.place}
-    assert decide([replace(update, creates=True), delete]).ended == {update.place, delete.place}
+    assert decide([replace(update, changes=False), delete]).ended == {update.place, delete.place}
 
 
 EPOCH = 1_700_000_000_000

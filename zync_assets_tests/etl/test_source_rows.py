@@ -43,7 +43,6 @@ def test_only_rows_with_a_change_before_their_completion_are_in_question() -> No
     assert joined([]).in_question().tolist() == []
 
 
-ROW = pa.struct([("hash", pa.int64()), ("creates", pa.bool_())])
 ORDER = pa.struct([("high", pa.int64()), ("place", pa.int32())])
 SOURCE = pa.struct([("place", pa.int32()), ("partition", pa.int32()), ("offset", pa.int64())])
 LABELS = Labels(["L", "R"], ["create", "update", "delete"], ["out", "out", "out"])
@@ -67,10 +66,10 @@ def results(*rows: tuple[str, int | None, list[tuple[int, int, int | None]], boo
         "waited": pa.array([0] * len(rows), pa.int32()),
         "hash": pa.array([7 if rule == 0 else None for _, rule, *_ in rows], pa.int64()),
         "exact": pa.array([7 if rule == 0 else None for _, rule, *_ in rows], pa.int64()),
-        "rows": pa.array(
-            [[{"hash": row, "creates": rule == 0} for *_, row in sources] for _, rule, sources, _ in rows],
-            pa.list_(ROW),
-        ),
+        "joined": pa.array([7 if rule == 0 else None for _, rule, *_ in rows], pa.int64()),
+        "row": pa.array([sources[0][2] for _, _, sources, _ in rows], pa.int64()),
+        "other_row": pa.array([sources[1][2] if len(sources) > 1 else None for _, _, sources, _ in rows], pa.int64()),
+        "changes": pa.array([0 if rule == 0 else 1 for _, rule, *_ in rows], pa.int32()),
         "ords": pa.array(
             [[{"high": offset, "place": at} for at, offset, _ in sources] for _, _, sources, _ in rows], pa.list_(ORDER)
         ),

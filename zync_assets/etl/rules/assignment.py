@@ -130,7 +130,8 @@ def singles(
     )
     ordering, topic = assignment.ordering, assignment.item.topic
     order = ordering.sql(topic, "kafka.partition", "kafka.offset")
-    rows = ("array(row) AS rows", f"array({order}) AS ords", "CAST(NULL AS bigint) AS exact")
+    none = (f"CAST(NULL AS bigint) AS {name}" for name in ("other_row", "joined", "exact"))
+    rows = ("row", "CAST(changes AS int) AS changes", *none, f"array({order}) AS ords")
     follows = "CAST(NULL AS int)"
     if assignment.decided:
         fates = f"CASE WHEN {fates} = 'out' AND fate = 'waiting' THEN 'pending' ELSE {fates} END"

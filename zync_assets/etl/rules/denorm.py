@@ -290,23 +290,22 @@ def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emis
         f" WHEN left_old IS NOT NULL THEN array({source['left']}) ELSE array({source['right']}) END AS source",
         f"{last} AS last",
         f"CASE WHEN {both} THEN CAST(left_old AS int) + 2 * CAST(right_old AS int) ELSE 0 END AS waited",
-        f"{first if emission.held else f'CASE WHEN NOT ({both}) THEN {first} END'} AS hash",
-        *(_row_columns(names, ords, both) if emission.held else ()),
+        f"CASE WHEN NOT ({both}) THEN {first} END AS hash",
+        *((f"{first} AS joined", *_row_columns(names, ords, both)) if emission.held else ()),
     )
     return emitted(pairs, rule, about, made, emission)
 
 
 def _row_columns(names: Sequence[str], ords: Mapping[str, str], both: str) -> list[str]:
-    """The columns ``rows``, ``ords`` and ``exact`` of a pair, or of a record without a counterpart."""
-    found = {"rows": {side: f"{side}_row" for side in ords}, "ords": ords}
-    arrays = [
-        f"CASE WHEN {both} THEN array({each['left']}, {each['right']})"
-        f" WHEN left_old IS NOT NULL THEN array({each['left']}) ELSE array({each['right']}) END AS {name}"
-        for name, each in found.items()
-    ]
+    """The columns about source rows of a pair, or of a record without a counterpart."""
     keys = {side: ", ".join(f"{side}_{name}" for name in names) for side in ords}
+    left, right = (f"CAST({side}_changes AS int)" for side in ("left", "right"))
     return [
-        *arrays,
+        "CASE WHEN left_old IS NOT NULL THEN left_row ELSE right_row END AS row",
+        f"CASE WHEN {both} THEN right_row END AS other_row",
+        f"CASE WHEN {both} THEN {left} + 2 * {right} WHEN left_old IS NOT NULL THEN {left} ELSE {right} END AS changes",
+        f"CASE WHEN {both} THEN array({ords['left']}, {ords['right']})"
+        f" WHEN left_old IS NOT NULL THEN array({ords['left']}) ELSE array({ords['right']}) END AS ords",
         f"CASE WHEN left_old IS NOT NULL THEN xxhash64({keys['left']}) ELSE xxhash64({keys['right']}) END AS exact",
     ]
 
@@ -329,7 +328,14 @@ def one_sided(records: RuleRecords, side: str, emission: Emission) -> DataFrame:
     partition, offset = f"{side}.kafka.partition", f"{side}.kafka.offset"
     order = emission.ordering.sql(topic, partition, offset)
     names = ", ".join(key_names(records.rule))
-    rows = ("array(row) AS rows", f"array({order}) AS ords", f"xxhash64({names}) AS exact") if emission.held else ()
+    rows = (
+        "row",
+        "CAST(NULL AS bigint) AS other_row",
+        "CAST(changes AS int) AS changes",
+        "hash AS joined",
+        f"array({order}) AS ords",
+        f"xxhash64({names}) AS exact",
+    )
     return (
         records.frames[side]
         .where("NOT old")
@@ -345,6 +351,6 @@ def one_sided(records: RuleRecords, side: str, emission: Emission) -> DataFrame:
             "unix_millis(time) AS since",
             "false AS extra",
             "0 AS number",
-            *rows,
+            *(rows if emission.held else ()),
         )
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from zync_assets.etl.rules.kind import LATER, NO_ROW, Emission, Ordering, RuleRecords, key_names, source_sql, union
+from zync_assets.etl.rules.kind import LATER, NO_ROWS, Emission, Ordering, RuleRecords, key_names, source_sql, union
 from zync_assets.etl.rules.parts import emitted
 from zync_assets.pipeline import Rule
 
@@ -105,11 +105,7 @@ def folded(
 def with_outputs(rows: DataFrame, records: RuleRecords, emission: Emission) -> DataFrame:
     """Result rows with their outputs. ``rows``: with ``kind``, ``ord``, ``hash``, the array ``records`` of structs, and the
     columns that the rule's expressions see."""
-    held = (
-        f"transform(records, record -> {NO_ROW}) AS rows",
-        "transform(records, record -> record.ord) AS ords",
-        "CAST(NULL AS bigint) AS exact",
-    )
+    held = (*NO_ROWS, "transform(records, record -> record.ord) AS ords")
     about = (
         "kind",
         f"{records.index} AS rule",

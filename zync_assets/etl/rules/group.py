@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from zync_assets.errors import EtlError
 from zync_assets.etl.rules.denorm import hash_sql, keyed, one_sided, part_type
 from zync_assets.etl.rules.expiry import clock_of, folded, kind_sql, ord_sql, overdue, record_columns, with_outputs
-from zync_assets.etl.rules.kind import NO_ROW, Emission, Kind, RuleRecords, records_sql
+from zync_assets.etl.rules.kind import NO_ROWS, Emission, Kind, RuleRecords, records_sql
 from zync_assets.etl.rules.shapes import expression_type, note_schema, type_sql, wider
 from zync_assets.pipeline import Rule
 from zync_assets.queries import Aggregate
@@ -344,7 +344,7 @@ def _failing(records: RuleRecords, emission: Emission) -> Failing | None:
 
 def _failure_columns(emission: Emission) -> list[str]:
     """The result row of a record that fails in the fold."""
-    held = ("CAST(NULL AS bigint) AS exact", "array(element_at(records, 1).ord) AS ords", f"array({NO_ROW}) AS rows")
+    held = (*NO_ROWS, "array(element_at(records, 1).ord) AS ords")
     return [
         "'out' AS kind",
         "CAST(split_part(kind, ':', 3) AS INT) AS rule",

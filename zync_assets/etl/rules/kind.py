@@ -1,7 +1,8 @@
 """The interface between the engine and a kind of rule: frames of records, frames of results, and the order of results.
 
 A record frame has the columns ``kafka``, ``key``, ``value``, ``time`` (never runs back within a partition), ``old`` (false:
-new in this batch; true: it was pending) and, where an output is held, ``row`` (see ``source_rows``). A result frame has one
+new in this batch; true: it was pending) and, where an output is held, ``row`` and
+``changes`` (see ``source_rows``). A result frame has one
 row an output, and one row a new record that makes none, with the columns
 
     kind     out, pending, unmatched, dropped, quarantined (an expression fails on it), ended (with its source row, without an
@@ -16,8 +17,11 @@ row an output, and one row a new record that makes none, with the columns
     takers   where outputs are merged: array of the indexes of the rules that took the raw records, null for ``rule``
     since    where a record may expire: the time of a pending record in ms
     extra, number  where a rule makes several outputs of a match (``parts``): whether the row is not the first, and its number
-    rows     where an output is held: array of struct(hash, creates) of the raw records (see ``source_rows``)
+    row, other_row  where an output is held: the source rows of the first two of source (see ``source_rows``), or null
+    changes  where an output is held: a bit for each of source, the lowest for its first: whether it changes its source row
+    rows     where an output is held and outputs are merged: array of struct(row, changes) of the raw records, else null
     ords     where an output is held: array of ``ord`` of the raw records
+    joined   where an output is held: hash of the join key, of a complete pair too
     exact    where an output is held: hash of the join key with its own types
     follows  where an output is held: the number of an output among those that follow the output of ``ord``, or null
     deletes  where an output is held: whether a record without a rule deletes its source row
@@ -44,8 +48,11 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType
 LACKING = "lacking"
 """The column with the fields that an output leaves out since its input's own schema lacks them; where a rule can have some."""
-NO_ROW = "named_struct('hash', CAST(NULL AS bigint), 'creates', true)"
-"""The source row of a record whose rule holds no records."""
+NO_ROWS = (
+    *(f"CAST(NULL AS bigint) AS {name}" for name in ("row", "other_row", "joined", "exact")),
+    "0 AS changes",
+)
+"""The columns of results in which no record waits behind another record of its source row."""
 LATER = "(one, other) -> CASE WHEN one.ord < other.ord THEN -1 WHEN one.ord > other.ord THEN 1 ELSE 0 END"
 """Compares two structs by their order, for ``array_sort``."""
 MISSING, SEVERAL = "missing", "several"
@@ -65,7 +72,7 @@ class Ordering:
     offset break ties, so that two records of one partition never change places.
 
     ``places``: topic → its number in result rows, for the inputs of the pool; ``domains``: topic → its domain, for inputs with a
-    source order; ``held``: whether an output is held, so that records have the column ``row``.
+    source order; ``held``: whether an output is held, so that records have ``row`` and ``changes``.
     """
 
     places: Mapping[str, int]
@@ -89,7 +96,7 @@ class Ordering:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that a record carries for its order."""
-        order, row = ("order_high", "order_low") if self.domains else (), ("row",) if self.held else ()
+        order, row = ("order_high", "order_low") if self.domains else (), ("row", "changes") if self.held else ()
         return ("time", *order, *row)
 
     def carried(self, frame: DataFrame, topic: str) -> DataFrame:
@@ -181,7 +188,7 @@ class Emission:
     ordering: Ordering
     together: bool
     held: bool = False
-    """Whether the results have the columns ``rows``, ``ords`` and ``exact``."""
+    """Whether the results have the columns about source rows."""
     rows: Callable[[RuleRecords, DataFrame], DataFrame] | None = None
     """Adds the rows that the records look up, each under its alias, and LOOKED, BLAMED and LOOK_HASH."""
     parts: Sequence[tuple[int, Rule, OutputColumns]] = ()

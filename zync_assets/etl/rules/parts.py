@@ -136,10 +136,10 @@ def parts_of(
     return [(at, part, types[part.out].targets[part.name]) for at, part in each]
 
 
-def optional_columns(rules: Sequence[Rule], names: Collection[str], *, merges: bool) -> list[str]:
+def optional_columns(rules: Sequence[Rule], names: Collection[str], *, merges: bool, held: bool) -> list[str]:
     """The columns of result rows that only some rules make. ``names``: the rules with several outputs of a match; ``merges``:
-    outputs are merged."""
-    found = ["takers"] if merges else []
+    outputs are merged; ``held``: an output is held."""
+    found = ["takers", *(["rows"] if held else [])] if merges else []
     found += ["olds"] if merges or any(rule.group is not None or rule.expiry is not None for rule in rules) else []
     found += ["extra", "number"] if any(rule.name in names for rule in rules) else []
     return [*found, "since"] if any(rule.expiry is not None for rule in rules) else found

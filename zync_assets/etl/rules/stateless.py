@@ -9,7 +9,7 @@ from zync_assets.etl.rules.kind import (
     BLAMED,
     LOOK_HASH,
     LOOKED,
-    NO_ROW,
+    NO_ROWS,
     Emission,
     Kind,
     RuleRecords,
@@ -46,7 +46,7 @@ class Stateless(Kind):
             looked, blamed, hashed = LOOKED, BLAMED, f"CASE WHEN {LOOKED} = 'pending' THEN {LOOK_HASH} END"
         partition, offset = f"{side.name}.kafka.partition", f"{side.name}.kafka.offset"
         order = ordering.sql(side.topic, partition, offset)
-        row = (f"array({NO_ROW}) AS rows", f"array({order}) AS ords", "CAST(NULL AS bigint) AS exact")
+        row = (*NO_ROWS, f"array({order}) AS ords")
         about = (
             f"{looked} AS kind",
             f"{records.index} AS rule",
