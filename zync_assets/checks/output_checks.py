@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Thread
 
 import numpy as np
 import pyarrow as pa
@@ -43,9 +45,7 @@ from zync_assets.publish.encoding import (
 )
 from zync_assets.publish.plan import partition_numbers, partitions_error
 
-PENDING_AGE = "pending_age"
-
-
+PENDING_AGE, SOURCE_ORDER = "pending_age", "source_order"
 MAX_AGE_SECONDS = 86_400
 """How long a record may wait for its counterpart before ``pending_age`` warns."""
 
@@ -90,9 +90,6 @@ def pending_age(
     return conclude(PENDING_AGE, pool, "warn", problems, f"{numbers['pending']} records wait", numbers)
 
 
-SOURCE_ORDER = "source_order"
-
-
 def source_order(pipeline: Pipeline, pool: str, snapshot: Snapshot | None = None) -> CheckResult:
     """Warns where records came after ETL had taken records that are later in the source's order, and where ETL took a
     transaction without all its changes.
@@ -134,8 +131,7 @@ def source_order(pipeline: Pipeline, pool: str, snapshot: Snapshot | None = None
 def accept_source_order(pipeline: Pipeline, pool: str) -> None:
     """Accept the late records and the incomplete transactions of a pool so far. The check counts later ones alone."""
     snapshot = Snapshot(pipeline)
-    state = snapshot.staging(pool)
-    if state is not None:
+    if (state := snapshot.staging(pool)) is not None:
         counts = {_subject(place): count for place, count in _order_counts(state).items()}
         keep_accepted(snapshot.check_state(pool), SOURCE_ORDER, state.table_id, counts)
 
@@ -204,10 +200,12 @@ def _null_keys(state: StagingState) -> int:
     return count
 
 
+_THREADS = 2
+"""How many checks run at one time. Their work is in libraries that run beside other Python code."""
+
 NO_END = 1 << 62
 """An offset past every record."""
-STAGING_EQUALS_TOPIC = "staging_equals_topic"
-REACHABLE = "reachable"
+STAGING_EQUALS_TOPIC, REACHABLE = "staging_equals_topic", "reachable"
 
 
 def reachable(pipeline: Pipeline, topic: str) -> CheckResult:
@@ -348,7 +346,8 @@ def _content_problems(
             if len(missing) and not tolerates_gaps:
                 yield f"{texts[part.partition]}the topic holds no record at offset {missing[0]}, where staging holds one"
                 return
-            counterpart = mine.take(pa.array(offsets - integers(mine["offset"])[0]))
+            whole = len(offsets) == mine.num_rows
+            counterpart = mine if whole else mine.take(pa.array(offsets - integers(mine["offset"])[0]))
             differs = _differs(counterpart["key"], other.column("key")) | _differs(
                 counterpart["value"], other.column("value")
             )
@@ -400,25 +399,48 @@ def _differs(mine: pa.ChunkedArray, other: pa.ChunkedArray) -> np.ndarray:
 
 
 def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
-    """The results one by one, in the order of the data's way. The results of blocking checks are kept in the lake.
+    """The results one by one, in the order of ``each_check``, of which _THREADS run at one time.
 
-    Each check has a snapshot of its own, because the checks of a large lake take long. Raises ZyncError where a check can't
-    look.
+    The results of blocking checks are kept in the lake. Raises ZyncError where a check can't look.
     """
-    for item in pipeline.inputs:
-        for check in raw_checks.BLOCKING.values():
-            yield record_check(pipeline, item.pool, partial(check, pipeline, item.topic, None))
-        yield raw_checks.schema_change(pipeline, item.topic)
-        yield raw_checks.quarantine_size(pipeline, item.topic)
-    for pool in pipeline.staging_pools:
-        yield record_check(pipeline, pool, partial(exactly_once_done_coverage, pipeline, pool))
-        for output in pipeline.outputs_of(pool):
-            yield record_check(pipeline, pool, partial(contiguous_output_offsets, pipeline, output.topic))
-        yield pending_age(pipeline, pool)
-        yield source_order(pipeline, pool)
-        for output in pipeline.outputs_of(pool):
-            yield staging_equals_topic(pipeline, output.topic)
+    work = [(Future[CheckResult](), check) for check in each_check(pipeline)]
+    results = [result for result, _ in work]
+    # The last checks take longest: they compare the content of topics. Threads share the iterator, whose step is atomic.
+    upcoming = reversed(work)
+
+    def run() -> None:
+        for result, check in upcoming:
+            try:
+                result.set_result(check())
+            except BaseException as error:
+                result.set_exception(error)
+
+    # A check of a large lake takes long, and a process that a person interrupts waits for no daemon.
+    for _ in range(_THREADS):
+        Thread(target=run, daemon=True).start()
+    try:
+        yield from (result.result() for result in results)
+    finally:
+        work.clear()
     yield from sink_results(pipeline)
+
+
+def each_check(pipeline: Pipeline) -> list[Callable[[], CheckResult]]:
+    """The checks in the order of the data's way, without those of sinks. Each has a snapshot of its own."""
+    checks: list[Callable[[], CheckResult]] = []
+    for item in pipeline.inputs:
+        blocking = [partial(check, pipeline, item.topic, None) for check in raw_checks.BLOCKING.values()]
+        checks += [partial(record_check, pipeline, item.pool, check) for check in blocking]
+        others = raw_checks.schema_change, raw_checks.quarantine_size
+        checks += [partial(check, pipeline, item.topic) for check in others]
+    for pool in pipeline.staging_pools:
+        topics = [output.topic for output in pipeline.outputs_of(pool)]
+        blocking = [partial(exactly_once_done_coverage, pipeline, pool)]
+        blocking += [partial(contiguous_output_offsets, pipeline, topic) for topic in topics]
+        checks += [partial(record_check, pipeline, pool, check) for check in blocking]
+        checks += [partial(check, pipeline, pool) for check in (pending_age, source_order)]
+        checks += [partial(staging_equals_topic, pipeline, topic) for topic in topics]
+    return checks
 
 
 def record_check(pipeline: Pipeline, pool: str, check: Callable[..., CheckResult]) -> CheckResult:

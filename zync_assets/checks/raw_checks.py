@@ -343,6 +343,9 @@ def _compare(
     for first, offsets in reader:
         end = int(offsets[-1]) + 1 if len(offsets) else part.end
         ours = np.concatenate([raw_offsets.between(first, end), aside[(aside >= first) & (aside < end)]])
+        if np.array_equal(ours, offsets):
+            totals["compared"] += len(offsets)
+            continue
         present, times = np.unique(ours, return_counts=True)
         absent = side.unexplained(part.partition, np.setdiff1d(offsets, present, assume_unique=True))
         totals["compared"] += len(offsets)

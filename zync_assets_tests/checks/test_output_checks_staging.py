@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
-from zync_assets.checks.output_checks import pending_age, run_all
+from zync_assets.checks.output_checks import each_check, pending_age, run_all
 from zync_assets.lake import raw, staging, tables
 from zync_assets.lake.check_results import CheckResult
 from zync_assets.lake.staging import StagingState
@@ -29,10 +29,18 @@ def state_of(chain: Chain) -> StagingState:
 
 def test_a_check_opens_each_version_of_a_table_once(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = openings(monkeypatch)
-    for result in run_all(chain.pipeline):
+    for check in each_check(chain.pipeline):
+        result = check()
         assert result.passed or result.severity == "warn"
         assert set(Counter(opened).values()) == {1}, result.name
         opened.clear()
+
+
+def test_all_checks_run_side_by_side_and_report_in_the_order_of_the_datas_way(chain: Chain) -> None:
+    alone = [check() for check in each_check(chain.pipeline)]
+    assert [(item.name, item.subject) for item in run_all(chain.pipeline)] == [
+        (item.name, item.subject) for item in alone
+    ]
 
 
 def coverage(chain: Chain) -> CheckResult:
