@@ -123,9 +123,9 @@ def status(pipeline: Path, fmt: Format) -> None:
 
     Outputs: base and next number in staging, the number of published offsets, and the lag.
 
-    Order, for each domain of inputs with a source order: the number of offsets that ETL does not take yet (waiting), the topic
-    and partition that they wait for, the transaction that lacks changes there, the number of records that came too late for
-    their place in the order (late), and of transactions that were transformed without all their changes (incomplete).
+    Order, for each domain of inputs with a source order: the number of offsets that ETL does not take yet (waiting), and the
+    topic, partition and transaction that they wait for. Further the number of records that came too late for their place in
+    the order (late), and the number of transactions that ETL took without all changes (incomplete).
 
     Inputs and outputs: the way of keys and values, column by column (native), or record by record (fastavro, python). The way
     of whole records, from Kafka and to it, is the same for all topics: the last line, client in JSON.

@@ -292,7 +292,8 @@ def plainly_waiting(
 ) -> tuple[Mask, Mask]:
     """Masks of ``records``: those of rows that only wait, and those of them that wait behind another record.
 
-    Nothing of such a row is completed or deleted in the batch. There may be millions, so that no object is made for them.
+    The batch completes and deletes nothing of such a row. A batch may have millions of such records. The function works on
+    columns, and makes no Python object for a record.
     ``records``, ``freed``: as in ``records_in_question``; ``entries``: the rows' pending records in the ledger.
     """
     names = sorted(set(labels.outs))

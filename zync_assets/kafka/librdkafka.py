@@ -279,7 +279,7 @@ class Client:
 
 
 class _Tokens:
-    """What librdkafka calls when it wants a token."""
+    """The callback by which librdkafka asks for a token."""
 
     def __init__(self, functions: ctypes.CDLL, make: Callable[[str], Any]) -> None:
         self._functions, self._make = functions, make

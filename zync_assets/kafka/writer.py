@@ -121,7 +121,7 @@ class SharedProducer:
         return self._handover.hand_over(partition, records)
 
     def serve(self, timeout: float) -> None:
-        """Pass the reports of the next ``timeout`` seconds to the writers. Raises the error of a writer that has one.
+        """Pass the reports of the next ``timeout`` seconds to the writers. Raises a writer's error.
 
         If several writers have an error, the first one counts that is a cause (``InOrder.is_cause``).
         """

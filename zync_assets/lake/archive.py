@@ -405,7 +405,7 @@ def time_name(micros: int | None, interval: int) -> str:
 
 
 def read_file(archive: str, path: str) -> bytes:
-    """The bytes of a file below an archive. FileNotFoundError if it is not there."""
+    """The bytes of a file below an archive. FileNotFoundError for a missing file."""
     return _read(storage.join(archive, path))
 
 

@@ -214,7 +214,7 @@ class ClickhouseTarget(SqlTarget):
                 client_of(connection).insert_arrow(table.name, made)
 
     def load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
-        """Its columns have the source's types. The merge converts them, and refuses what it can't convert."""
+        """The load table has the source's types. The merge converts the values, and refuses a value that does not fit."""
         columns = [sa.Column(item.name, self.column_type(item, in_key=False)) for item in spec.columns]
         marks = [
             sa.Column(OP, ch.String()),

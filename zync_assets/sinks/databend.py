@@ -225,7 +225,7 @@ class DatabendTarget(SqlTarget):
     # ---- load tables
 
     def load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
-        """Its columns have the source's types. The merge converts them, and refuses what it can't convert."""
+        """The load table has the source's types. The merge converts the values, and refuses a value that does not fit."""
         columns = [sa.Column(item.name, self.column_type(item, in_key=False)) for item in spec.columns]
         marks = [sa.Column(OP, sa.VARCHAR()), sa.Column(SET, sa.VARCHAR())] if spec.mode == "upsert" else []
         return sa.Table(name, sa.MetaData(), *columns, *marks, prefixes=list(self.load_prefixes))

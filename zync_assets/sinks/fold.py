@@ -71,7 +71,7 @@ def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.Re
     deletes = np.maximum.accumulate(np.where(records.is_delete, places, -1))[ends] if count else ends
     was_deleted = deletes >= starts
     since = np.where(was_deleted, deletes + 1, starts)
-    # The first record that makes the row, if it is not there. Updates before it change a row that is there already.
+    # The first record that creates a missing row. Updates before this record change an existing row.
     makes = np.where(records.is_delete | records.updates, count, places)
     first = np.append(np.minimum.accumulate(makes[::-1])[::-1], count)[since]
     is_upsert = first <= ends

@@ -145,8 +145,8 @@ def step(number: int) -> list[dict[str, Any] | None]:
 def test_a_killed_batch_may_come_again_with_fewer_or_more_records(
     folder: Path, monkeypatch: pytest.MonkeyPatch, dead: int, again: int
 ) -> None:
-    """Each history of a key is one of all sequences of three records, of a row that is there or not. A killed run wrote
-    ``dead`` records of each key. The next run commits ``again`` records, and a third run commits all."""
+    """There is a key for each sequence of three records, with an existing row and without a row. A killed run wrote ``dead``
+    records of each key. The next run commits ``again`` records, and a third run commits all."""
     it = target(folder)
     table = spec(id=pa.int64(), a=pa.string(), b=pa.string())
     it.prepare(table, create=True, evolve="none")

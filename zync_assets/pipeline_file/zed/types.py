@@ -53,7 +53,7 @@ def with_types(rule: Rule, types: Mapping[str, pa.DataType | None]) -> Rule:
 
 
 def expanded(record: FieldSteps, sides: Sides, rule: str) -> Shape:
-    """The record with all its fields. A record without a type yet has no fields of its topic."""
+    """The record with its fields listed. A record without a type yet has no fields of its topic."""
     fields: dict[str, Shape] = {}
     for step in record.steps:
         if step.kind == "keep":
