@@ -41,7 +41,7 @@ from zync_assets_tests.model import Model
 from zync_assets_tests.publish import test_restore
 from zync_assets_tests.s3 import S3
 from zync_assets_tests.shop import Shop, changes, make_shop
-from zync_assets_tests.sinks import test_commit
+from zync_assets_tests.sinks import conformance, test_commit
 from zync_assets_tests.test_chain import assert_equals_model, ingest, publish, transform
 
 if TYPE_CHECKING:
@@ -215,7 +215,13 @@ CASES: dict[str, Case] = {
     "publish:window-closed": Case(at_first),
     "publish:topic-deleted": Case(published, recreate=True),
 }
-ELSEWHERE = {*test_commit.POINTS, *test_maintenance.POINTS, *test_rebuild.OWN_POINTS, *test_restore.POINTS}
+ELSEWHERE = {
+    *test_commit.POINTS,
+    *conformance.RESET_POINTS,
+    *test_maintenance.POINTS,
+    *test_rebuild.OWN_POINTS,
+    *test_restore.POINTS,
+}
 """The points of sinks, views, rebuilds and restores, which the shop has none of."""
 AGAIN: dict[str, Case] = {"publish:topic-created": Case(published, recreate=True)}
 """A point that is passed on two ways."""

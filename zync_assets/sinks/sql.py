@@ -213,6 +213,7 @@ class SqlTarget(Target):
                 connection.execute(sa.delete(table))
                 for place in merge.cleared:
                     connection.execute(sa.delete(QUARANTINE).where(*at_place(QUARANTINE, place)))
+                crash_point("sink:emptied")
             for number, load in enumerate(merge.loads):
                 assert table is not None
                 self._apply(connection, table, merge.spec, load, number)

@@ -1,7 +1,8 @@
 """What any target must do: random batches of changes with schema changes and kills, against a model in plain Python.
 
 ``python -m zync_assets_tests.sinks.conformance TYPE URL SEED BATCHES`` applies batches as a sink does, from the target's own
-position on. A test kills it at a crash point, and runs it again. A new target passes by a call of ``assert_conforms``.
+position on; ``… TYPE URL reset`` empties the table. A test kills the process at a crash point, and runs it again. A new target
+passes by a call of ``assert_conforms``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from zync_assets.sinks.fold import Records, fold
 from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, TableSpec, Target, open_target
 
 POINTS = ("sink:loaded", "sink:merging", "sink:merged")
+RESET_POINTS = ("sink:emptied", "sink:merging", "sink:merged")
 PLACE = Place("pipe", "sink", "Staging.rows")
 ORIGIN = "table-1"
 BATCH = 12
@@ -193,6 +195,11 @@ def apply(target: Target, seed: int, count: int) -> None:
             target.merge(Merge(PLACE, table, ORIGIN, {0: first}, {0: (number + 1) * BATCH}, tuple(loads)))
 
 
+def reset(target: Target) -> None:
+    """Empty the table and forget its position."""
+    target.merge(Merge(PLACE, spec(target, changed=True), ORIGIN, {}, {}, clear=True))
+
+
 def rows_of(target: Target) -> dict[tuple[int, str], dict[str, Any]]:
     table = spec(target, changed=True)
     found: dict[tuple[int, str], dict[str, Any]] = {}
@@ -205,8 +212,8 @@ def rows_of(target: Target) -> dict[tuple[int, str], dict[str, Any]]:
     return found
 
 
-def run(kind: str, url: str, seed: int, count: int, point: str | None = None) -> int:
-    command = [sys.executable, "-m", "zync_assets_tests.sinks.conformance", kind, url, str(seed), str(count)]
+def run(kind: str, url: str, *work: object, point: str | None = None) -> int:
+    command = [sys.executable, "-m", "zync_assets_tests.sinks.conformance", kind, url, *map(str, work)]
     env = {**os.environ, **({"ZYNC_CRASH": point} if point else {})}
     return subprocess.run(command, env=env, check=False, capture_output=point is not None).returncode
 
@@ -220,7 +227,7 @@ def assert_conforms(kind: str, url: str, load_tables: Any, *, count: int = 8, se
     assert target.progress(PLACE).next == {}
     for number, point in enumerate(POINTS):
         # Each kill comes in a later batch, the last after the schema change.
-        assert run(kind, url, seed, count, f"{point}@{2 * number + 1}") == -9
+        assert run(kind, url, seed, count, point=f"{point}@{2 * number + 1}") == -9
     assert run(kind, url, seed, count) == 0
     assert rows_of(target) == model(target, seed, count)
     assert target.progress(PLACE).next == {0: count * BATCH}
@@ -228,6 +235,7 @@ def assert_conforms(kind: str, url: str, load_tables: Any, *, count: int = 8, se
     _assert_loser_changes_nothing(target, seed, count)
     _assert_bad_records_are_kept(target)
     assert rows_of(target) == model(target, seed, count)
+    _assert_reset_goes_on(kind, url, seed, count)
 
 
 def _assert_loser_changes_nothing(target: Target, seed: int, count: int) -> None:
@@ -251,6 +259,27 @@ def _assert_bad_records_are_kept(target: Target) -> None:
     assert target.progress(PLACE).next == {0: at + 1}
 
 
+def _assert_reset_goes_on(kind: str, url: str, seed: int, count: int) -> None:
+    """A killed reset has done nothing, or all, or left a mark by which no batch is applied before another reset."""
+    target, wanted = open_target(sink(kind, url)), model(open_target(sink(kind, url)), seed, count)
+    for point in RESET_POINTS:
+        before = target.progress(PLACE)
+        assert (before.origin, rows_of(target)) == (ORIGIN, wanted)
+        assert run(kind, url, "reset", point=point) == -9
+        after = open_target(sink(kind, url)).progress(PLACE)
+        if after.origin == ORIGIN:
+            assert (after, rows_of(target)) == (before, wanted)
+        elif after.origin is None:
+            assert (after.next, after.bad, rows_of(target)) == ({}, (), {})
+        else:
+            with pytest.raises(CommitConflict):
+                target.merge(Merge(PLACE, spec(target, changed=True), ORIGIN, before.next, {0: 10_000}))
+        assert run(kind, url, "reset") == 0
+        assert (target.progress(PLACE).next, target.progress(PLACE).bad, rows_of(target)) == ({}, (), {})
+        assert run(kind, url, seed, count) == 0
+    assert rows_of(target) == wanted
+
+
 def assert_refuses(target: Target, table: TableSpec, batch: Sequence[Change]) -> str:
     """The target's message on a batch that it refuses; nothing of the batch is in the target."""
     target.prepare(table, create=True, evolve="none")
@@ -261,5 +290,8 @@ def assert_refuses(target: Target, table: TableSpec, batch: Sequence[Change]) ->
 
 
 if __name__ == "__main__":
-    _kind, _url, _seed, _count = sys.argv[1:]
-    apply(open_target(sink(_kind, _url)), int(_seed), int(_count))
+    _kind, _url, *_work = sys.argv[1:]
+    if _work == ["reset"]:
+        reset(open_target(sink(_kind, _url)))
+    else:
+        apply(open_target(sink(_kind, _url)), *map(int, _work))
