@@ -114,10 +114,14 @@ def kept(target: FilesTarget) -> list[Row]:
     return [row for batch in target.rows(SPEC) for row in batch.to_pylist()]
 
 
+def objects(folder: Path) -> list[Path]:
+    """The objects of a sink, and files that a server is writing."""
+    return sorted(item for item in folder.rglob("*") if item.is_file() and "_zync" not in item.parts)
+
+
 def digests(folder: Path) -> dict[str, str]:
     """Object → a digest of its bytes."""
-    files = [item for item in folder.rglob("*") if item.is_file() and "_zync" not in item.parts]
-    return {str(item.relative_to(folder)): blake2b(item.read_bytes()).hexdigest() for item in sorted(files)}
+    return {str(item.relative_to(folder)): blake2b(item.read_bytes()).hexdigest() for item in objects(folder)}
 
 
 def test_records_are_kept_whole_in_objects_of_their_time(tmp_path: Path) -> None:
@@ -369,8 +373,8 @@ def test_a_killed_sink_of_a_bucket_changes_nothing_when_it_is_repeated(tmp_path:
         assert start(ZYNC_CRASH=f"{point}@{number + 1}").wait(60) == -9
     bucket = FilesTarget(LakeUri(url, s3.settings))
     for _ in range(6):
-        process, before = start(), len(digests(s3.bucket("lakes") / unique))
-        while process.poll() is None and len(digests(s3.bucket("lakes") / unique)) == before:
+        process, before = start(), len(objects(s3.bucket("lakes") / unique))
+        while process.poll() is None and len(objects(s3.bucket("lakes") / unique)) == before:
             time.sleep(0.01)
         with suppress(subprocess.TimeoutExpired):
             process.wait(chance.uniform(0, 0.5))
