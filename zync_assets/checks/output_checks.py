@@ -399,9 +399,9 @@ def _differs(mine: pa.ChunkedArray, other: pa.ChunkedArray) -> np.ndarray:
 
 
 def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
-    """The results one by one, in the order of ``each_check``, of which _THREADS run at one time.
+    """The results one by one, in the order of ``each_check``. _THREADS checks run at one time.
 
-    The results of blocking checks are kept in the lake. Raises ZyncError where a check can't look.
+    The lake keeps the results of blocking checks. Raises ZyncError where a check can't look.
     """
     work = [(Future[CheckResult](), check) for check in each_check(pipeline)]
     results = [result for result, _ in work]
@@ -421,12 +421,13 @@ def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
     try:
         yield from (result.result() for result in results)
     finally:
+        # The threads start no further check.
         work.clear()
     yield from sink_results(pipeline)
 
 
 def each_check(pipeline: Pipeline) -> list[Callable[[], CheckResult]]:
-    """The checks in the order of the data's way, without those of sinks. Each has a snapshot of its own."""
+    """The checks in the order of the data's way, without those of sinks. Each check opens its own snapshot."""
     checks: list[Callable[[], CheckResult]] = []
     for item in pipeline.inputs:
         blocking = [partial(check, pipeline, item.topic, None) for check in raw_checks.BLOCKING.values()]

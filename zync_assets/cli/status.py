@@ -118,14 +118,14 @@ def status(pipeline: Path, fmt: Format) -> None:
     """Show how far every topic and partition of the file PIPELINE is.
 
     Inputs: low and end of the topic, the first offset in the raw pool, the next offset to ingest, and the lag from next to
-    the end. For each staging pool: the next offset for ETL (seen), the offsets from seen to next (new), the lowest pending
-    offset or seen (cursor), and the number of records in each class.
+    the end. Each staging pool adds some columns: seen is the next offset for ETL, and new counts the offsets from seen to
+    next. The cursor is the lowest pending offset, or seen. Further columns count the records of each class.
 
     Outputs: base and next number in staging, the number of published offsets, and the lag.
 
-    Order, for each domain of inputs with a source order: the number of offsets that ETL does not take yet (waiting), and the
-    topic, partition and transaction that they wait for. Further the number of records that came too late for their place in
-    the order (late), and the number of transactions that ETL took without all changes (incomplete).
+    Order has a row for each domain of inputs with a source order. Waiting counts the offsets that ETL does not take yet.
+    Then come the topic, partition and transaction that these offsets wait for. Late counts the records that came after
+    their place in the order. Incomplete counts the transactions that ETL took without all changes.
 
     Inputs and outputs: the way of keys and values, column by column (native), or record by record (fastavro, python). The way
     of whole records, from Kafka and to it, is the same for all topics: the last line, client in JSON.

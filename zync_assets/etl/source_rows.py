@@ -290,7 +290,8 @@ def records_in_question(fetch: Fetch, rows: Rows) -> tuple[pa.Table, Rows, Rows]
 def plainly_waiting(
     records: pa.Table, entries: pa.Table, freed: Rows, rules: HeldRules, labels: Labels
 ) -> tuple[Mask, Mask]:
-    """Masks of ``records``: those of rows that only wait, and those of them that wait behind another record.
+    """Two masks of ``records``. The first marks the records whose row only waits. The second marks the records among the first
+    that wait behind another record.
 
     The batch completes and deletes nothing of such a row. A batch may have millions of such records. The function works on
     columns, and makes no Python object for a record.

@@ -391,7 +391,7 @@ class Search:
         self.position |= moved
 
     def _merge_to(self, upcoming: Mapping[int, int]) -> tuple[dict[int, int], Merge]:
-        """The positions that the batch changes, and a merge that commits these positions."""
+        """The new positions (partition → next offset) of a batch, and the merge that commits the positions."""
         moved = {partition: until for partition, until in upcoming.items() if self.position.get(partition) != until}
         expected = {partition: self.position.get(partition) for partition in {*moved, *self.position}}
         return moved, replace(self.task.merge, expected=expected, upcoming=moved)

@@ -1,4 +1,4 @@
-"""What any target must do: random batches of changes with schema changes and kills, against a model in plain Python.
+"""A target's contract: after random batches, schema changes and kills, the table equals a model in plain Python.
 
 ``python -m zync_assets_tests.sinks.conformance TYPE URL SEED BATCHES`` applies batches as a sink does, from the target's own
 position on; ``… TYPE URL reset`` empties the table. A test kills the process at a crash point, and runs it again. A new target
@@ -260,13 +260,15 @@ def _assert_bad_records_are_kept(target: Target) -> None:
 
 
 def _assert_reset_goes_on(kind: str, url: str, seed: int, count: int) -> None:
-    """A killed reset has done nothing, or all, or left a mark by which no batch is applied before another reset."""
-    target, wanted = open_target(sink(kind, url)), model(open_target(sink(kind, url)), seed, count)
+    """A killed reset has changed nothing, or has done all its work, or has left a mark. The mark blocks batches until another
+    reset."""
+    target = open_target(sink(kind, url))
+    wanted = model(target, seed, count)
     for point in RESET_POINTS:
         before = target.progress(PLACE)
         assert (before.origin, rows_of(target)) == (ORIGIN, wanted)
         assert run(kind, url, "reset", point=point) == -9
-        after = open_target(sink(kind, url)).progress(PLACE)
+        after = target.progress(PLACE)
         if after.origin == ORIGIN:
             assert (after, rows_of(target)) == (before, wanted)
         elif after.origin is None:
