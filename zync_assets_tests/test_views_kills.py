@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RUN = """
 from zync_assets.cli.main import main
 from zync_assets.etl.views import state_fold
-state_fold.FILES = 4
+state_fold.RUNS = 4
 main()
 """
 

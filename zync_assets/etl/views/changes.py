@@ -19,7 +19,18 @@ from zync_assets.etl.rules.kind import Ordering
 from zync_assets.etl.rules.shapes import made_sql, type_sql
 from zync_assets.etl.views.key_filter import checkpoint
 from zync_assets.etl.views.query import CAUSE, CAUSES, ORD
-from zync_assets.etl.views.state import Places, Range, StateFiles, StateReader, write_new_rows, write_state
+from zync_assets.etl.views.state import (
+    SAMPLE,
+    KeyPlace,
+    Places,
+    Range,
+    StateFiles,
+    StateReader,
+    slice_bounds,
+    sliced,
+    write_new_rows,
+    write_state,
+)
 from zync_assets.etl.views.tables import VERSION, TableType, leaves_of, null_sql, place_sql
 from zync_assets.spark.failures import raised_text
 from zync_assets.spark.frames import union
@@ -45,16 +56,16 @@ class RowFailures(Exception):
 class TableRecords:
     """The records of a batch for one table.
 
-    ``frame``: key, row, partition, offset, high, low. ``count``: of the records. ``places``: of the keys, None for a large batch.
-    ``span``: the least and the greatest place of the keys. ``opens``: whether a row lacks an unchanged value that Debezium did
-    not send. ``measured``: whether rows may be large.
+    ``frame``: key, row, partition, offset, high, low. ``places``: of the keys, None for a large batch. ``span``: the least and
+    the greatest place of the keys. ``bounds``: of the slices of a large batch. ``opens``: whether a row lacks an unchanged value
+    that Debezium did not send. ``measured``: whether rows may be large.
     """
 
     kind: TableType
     frame: DataFrame = field(repr=False)
-    count: int
     places: Places | None
     span: Range
+    bounds: Sequence[KeyPlace]
     opens: bool
     measured: bool = False
 
@@ -82,9 +93,15 @@ def table_records(
     Raises RowFailures for records without a key.
     """
     frames: list[DataFrame] = []
+    sampled = f"pmod(xxhash64(partition, offset), {SAMPLE}) = 0"
     for name, (kind, rows) in parts.items():
+        place = place_sql("key", kind.state_key)
         key_hash = "xxhash64(key)" if _has_hash(kind) else "0L"
-        place = f"struct({place_sql('key', kind.state_key)}.high AS high, {key_hash} AS hash)"
+        wanted = (
+            f"named_struct('high', {place}.high, 'low', {key_hash})"
+            if small
+            else f"CASE WHEN {sampled} THEN {place} END"
+        )
         opens = " OR ".join(f"row.{name_sql(path)} = {sql}" for path, sql in _placeholders(kind, placeholder))
         frames.append(
             rows.selectExpr(
@@ -92,8 +109,8 @@ def table_records(
                 "partition",
                 f"({null_sql('key', kind.state_key)}) AS keyless",
                 f"coalesce({opens or 'false'}, false) AS open",
-                f"{place_sql('key', kind.state_key)}.high AS high",
-                f"{place if small else 'CAST(NULL AS STRUCT<high: BIGINT, hash: BIGINT>)'} AS place",
+                f"{place}.high AS high",
+                f"{wanted} AS place",
             )
         )
     if not frames:
@@ -102,7 +119,7 @@ def table_records(
         "count(*) AS count",
         "count_if(keyless) AS keyless",
         "bool_or(open) AS open",
-        "collect_set(place) AS places",
+        f"{'collect_set' if small else 'collect_list'}(place) AS places",
         "min(high) AS least",
         "max(high) AS most",
     )
@@ -120,12 +137,13 @@ def table_records(
             place = kind.table.topic, row["partition"]
             facts[place] = Fact(APPLIED, None, None, *place, False, row["count"], 0)
         if own:
-            places = _places(kind, {tuple(place) for row in own for place in row["places"]}) if small else None
-            count = sum(row["count"] for row in own)
+            found_places = [tuple(place) for row in own for place in row["places"]]
+            places = _places(kind, set(found_places)) if small else None
+            bounds = slice_bounds(() if small else found_places, sum(row["count"] for row in own))
             rows = rows.coalesce(1) if small else rows
             span = min(row["least"] for row in own), max(row["most"] for row in own)
             opens = any(row["open"] for row in own)
-            records.append(TableRecords(kind, rows, count, places, span, opens, measured))
+            records.append(TableRecords(kind, rows, places, span, bounds, opens, measured))
     return records, list(facts.values())
 
 
@@ -191,9 +209,10 @@ def write_changes(
         return Change(kind, before, files, pairs)
     same = before.within(records.span)
     if not same.versions and not records.opens and not kind.table.by_time:
-        split, about = _split_sql(kind, "least(before, partition)", "greatest(before, partition)"), records.count
-        measured = records.measured
-        files = write_new_rows(reader, kind, records.frame, split, folder, count=about, measured=measured)
+        split = _split_sql(kind, "least(before, partition)", "greatest(before, partition)")
+        files = write_new_rows(
+            reader, kind, records.frame, split, folder, bounds=records.bounds, measured=records.measured
+        )
         return Change(kind, before, files)
     found = _latest(kind, records, placeholder)
     if not same.versions:
@@ -202,6 +221,7 @@ def write_changes(
     else:
         old = reader.live(kind, same).selectExpr("key AS old_key", "row AS old_row", "version AS old")
         frame = _versions(_replacing(kind, records, placeholder, found.join(old, F.expr("key = old_key"), "left")))
+    frame = sliced(frame, kind, records.bounds)
     return Change(kind, before, write_state(frame, kind, reader.uri, folder, small=False))
 
 

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,12 +39,14 @@ if TYPE_CHECKING:
 
 ROW_GROUP = 32 << 20
 """Bytes of a row group, before compression."""
-PAGE_RECORDS = 1_000
+PAGE_RECORDS = 500
 """Records of a page. Parquet has the least and the greatest value of each page, so that a look-up reads the pages that may hold
 a wanted value."""
 
 Range = tuple[int, int]
 """The least and the greatest value."""
+KeyPlace = tuple[int, int]
+"""The place of a key in the order of files (``tables.place_sql``): high, low."""
 
 
 @dataclass(frozen=True)
@@ -219,22 +222,65 @@ TASK_RECORDS = 250_000
 """Records of a task, about."""
 _GATHERED = 50_000
 """Records that are looked at together."""
+SAMPLE = 1_000
+"""One record of so many, by a hash of its place in the topic, tells where the slices of a large batch begin."""
+
+
+def slice_bounds(sample: Sequence[KeyPlace], count: int) -> list[KeyPlace]:
+    """The place at which each slice but the first begins. Several slices begin at a place with many records.
+
+    ``sample``: the places of a few records; ``count``: of all records. A slice has about TASK_RECORDS of them:
+
+    >>> slice_bounds([(3, 0), (1, 0), (2, 0), (4, 0)], 500_000)
+    [(3, 0)]
+    """
+    slices, ordered = -(-count // TASK_RECORDS), sorted(sample)
+    return [ordered[len(ordered) * at // slices] for at in range(1, slices)] if ordered else []
+
+
+def slice_sql(bounds: Sequence[KeyPlace], place: str, key: str) -> str:
+    """The slice of a row as SQL. A hash of the key chooses among the slices that begin at one place.
+
+    >>> slice_sql([(7, 0)], "place", "key")
+    'CASE WHEN (place.high < 7L OR place.high = 7L AND place.low < 0L) THEN 0 ELSE 1 END'
+    """
+    cases: list[str] = []
+    for (high, low), same in groupby(bounds):
+        first, count = bounds.index((high, low)), len(list(same))
+        within = f"{place}.high = {long_sql(high)} AND {place}.low"
+        cases.append(f"WHEN ({place}.high < {long_sql(high)} OR {within} < {long_sql(low)}) THEN {first}")
+        if count > 1:
+            spread = f"CAST(pmod(xxhash64({key}), {count}) AS INT)"
+            cases.append(f"WHEN ({within} = {long_sql(low)}) THEN {first + 1} + {spread}")
+    return f"CASE {' '.join(cases)} ELSE {len(bounds)} END" if cases else "0"
+
+
+def sliced(frame: DataFrame, kind: TableType, bounds: Sequence[KeyPlace]) -> DataFrame:
+    """Rows with a ``key``, and their ``slice``. Each task has one slice, so that files have few keys' places in common."""
+    found = slice_sql(bounds, place_sql("key", kind.state_key), "key")
+    return frame.selectExpr("*", f"{found} AS slice").repartitionById(len(bounds) + 1, "slice")
 
 
 def write_new_rows(
-    reader: StateReader, kind: TableType, records: DataFrame, split: str, folder: str, *, count: int, measured: bool
+    reader: StateReader,
+    kind: TableType,
+    records: DataFrame,
+    split: str,
+    folder: str,
+    *,
+    bounds: Sequence[KeyPlace],
+    measured: bool,
 ) -> StateFiles:
     """Write the last record of each key as a version of a row. No commit names the files yet.
 
     ``records``: see ``TableRecords``. No key of them is in the state, and none has a value that was not sent. ``split``: SQL that
-    fails, for a key in the partitions ``before`` and ``partition``. ``count``: of the records, about. ``measured``: whether rows
-    may be large.
+    fails, for a key in the partitions ``before`` and ``partition``. ``bounds``: see ``slice_bounds``. A file has the keys of one
+    slice, so that a look-up of a key opens one file. ``measured``: whether rows may be large.
     """
-    place = place_sql("key", kind.state_key)
-    within = "(PARTITION BY place.high, place.low, key ORDER BY offset)"
+    # The slice comes last: Spark sorts by the first column fastest.
+    within = "(PARTITION BY place.high, place.low, key, slice ORDER BY offset)"
     rows = (
-        records.selectExpr("*", f"{place} AS place")
-        .repartition(max(2, -(-count // TASK_RECORDS)), "place.high", "place.low", "key")
+        sliced(records.selectExpr("*", f"{place_sql('key', kind.state_key)} AS place"), kind, bounds)
         .selectExpr("*", f"lag(partition) OVER {within} AS before")
         .selectExpr(
             f"CASE WHEN before <> partition THEN {split} ELSE before IS NULL END AS first",

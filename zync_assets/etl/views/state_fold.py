@@ -24,8 +24,9 @@ from zync_assets.lake.staging import StagingState, staging_state
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-FILES = 24
-"""Files of a table before some of them are folded."""
+RUNS = 24
+"""Runs of a table before some of them are folded. A run is the files of one write: no key has a version in two of them. A batch
+of many new rows writes many files, none of which is in the way of another one."""
 FILE_RECORDS = 1_000_000
 """Records of a folded file, about."""
 
@@ -35,25 +36,39 @@ def due_files(files: StateFiles) -> StateFiles | None:
 
     All files are due if a quarter of the versions is replaced, so that the state stays small.
     """
-    if len(files.all) < FILES:
+    runs = _runs(files.all)
+    if len(runs) < RUNS:
         return None
     replaced = sum(item.records for item in files.replaced)
     if replaced * 4 >= sum(item.records for item in files.versions):
         return files
-    run = {item.path for item in _balanced(files.all)}
-    due = StateFiles(*([item for item in each if item.path in run] for each in (files.versions, files.replaced)))
-    return due if len(due.all) >= FILES // 2 else None
+    small = _balanced(runs)
+    own = {item.path for run in small for item in run}
+    due = StateFiles(*([item for item in each if item.path in own] for each in (files.versions, files.replaced)))
+    return due if len(small) >= RUNS // 2 else None
 
 
-def _balanced(files: Sequence[DataFile]) -> Sequence[DataFile]:
-    """The files without the largest, each of which holds more records than all smaller files together."""
-    ordered = sorted(files, key=lambda item: -item.records)
-    left = sum(item.records for item in ordered)
-    for place, item in enumerate(ordered):
-        left -= item.records
-        if item.records <= left:
+def _runs(files: Sequence[DataFile]) -> list[list[DataFile]]:
+    """The files of each folder."""
+    found: dict[str, list[DataFile]] = {}
+    for item in files:
+        found.setdefault(item.path.rpartition("/")[0], []).append(item)
+    return list(found.values())
+
+
+def _balanced(runs: Sequence[Sequence[DataFile]]) -> Sequence[Sequence[DataFile]]:
+    """The runs without the largest, each of which holds more records than all smaller runs together."""
+    ordered = sorted(runs, key=lambda run: -_records(run))
+    left = sum(map(_records, ordered))
+    for place, run in enumerate(ordered):
+        left -= _records(run)
+        if _records(run) <= left:
             return ordered[place:]
     return ()
+
+
+def _records(run: Sequence[DataFile]) -> int:
+    return sum(item.records for item in run)
 
 
 def fold_state(spark: SparkSession, before: StagingState | None) -> None:

@@ -25,7 +25,7 @@ from zync_assets.errors import EtlError
 from zync_assets.etl import positions
 from zync_assets.etl.commit import commit_staging
 from zync_assets.etl.plan import plan_etl, read_raw, transform
-from zync_assets.etl.views import maintenance, state, state_fold
+from zync_assets.etl.views import changes, maintenance, state, state_fold
 from zync_assets.etl.views.state import state_files
 from zync_assets.etl.views.tables import stored_tables
 from zync_assets.kafka.topics import create_topic
@@ -209,8 +209,12 @@ def test_a_document_follows_its_tables(make: Make) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_random_changes(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In small batches, in large ones, and in large ones that touch many keys; with folds of state between them."""
-    monkeypatch.setattr(state_fold, "FILES", 4)
-    monkeypatch.setattr(positions, "SMALL", 0 if seed else positions.SMALL)
+    monkeypatch.setattr(state_fold, "RUNS", 4)
+    if seed:
+        # A large batch writes slices of about three records.
+        monkeypatch.setattr(positions, "SMALL", 0)
+        monkeypatch.setattr(state, "TASK_RECORDS", 3)
+        monkeypatch.setattr(changes, "SAMPLE", 2)
     if seed == 2:
         monkeypatch.setattr(maintenance, "FEW", 0)
         monkeypatch.setattr(state, "FEW_RECORDS", 0)
@@ -262,7 +266,7 @@ def test_a_long_history_is_taken_in_batches_of_files(make: Make) -> None:
 @pytest.mark.slow
 def test_a_fold_of_all_files_drops_deleted_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of ten rows, each of which comes and goes, is empty. A row that comes again is a new one."""
-    monkeypatch.setattr(state_fold, "FILES", 4)
+    monkeypatch.setattr(state_fold, "RUNS", 4)
     shop = make("from: o\nkey: {id: o.id}\nvalue: {status: o.status}")
     sql = "SELECT {'id': o.id}, {'status': o.status} FROM o"
     for status in ("open", "paid", None, None):
@@ -288,7 +292,7 @@ RUN = """
 import sys
 from zync_assets.cli.main import main
 from zync_assets.etl.views import state_fold
-state_fold.FILES = 4
+state_fold.RUNS = 4
 main()
 """
 

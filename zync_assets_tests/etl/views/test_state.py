@@ -1,20 +1,28 @@
-"""The last record of each key, from sorted records in any batches."""
+"""The slices of a large batch, and the last record of each key, from sorted records in any batches."""
 
 from __future__ import annotations
 
 import pickle
+import random
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zync_assets.etl.views import state
-from zync_assets.etl.views.state import KeyWriter
+from zync_assets.etl.views.state import TASK_RECORDS, KeyWriter, slice_bounds, slice_sql
 from zync_assets.etl.views.tables import VERSION_TYPE
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw_files import ORDER_TYPE
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 SCHEMA = pa.schema(
     [
@@ -72,3 +80,33 @@ def test_each_key_has_its_last_record_and_all_offsets(
 def test_a_task_without_records_writes_no_file(tmp_path: Path) -> None:
     assert list(KeyWriter(str(tmp_path), "batch", "#state:t", SCHEMA).run([])) == []
     assert list(tmp_path.iterdir()) == []
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1))), st.integers(0, 9 * TASK_RECORDS))
+def test_slices_begin_at_places_of_the_sample(sample: list[tuple[int, int]], count: int) -> None:
+    bounds = slice_bounds(sample, count)
+    assert bounds == sorted(bounds) and set(bounds) <= set(sample)
+    assert len(bounds) == (max(1, -(-count // TASK_RECORDS)) - 1 if sample else 0)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        # Each key has a place of its own; or all keys have a few places; or most keys have one place among others.
+        pytest.param([(id - 500, 0) for id in range(1_000)], id="distinct"),
+        pytest.param([(id % 3, id % 2) for id in range(1_000)], id="few"),
+        pytest.param([(7 if id % 10 else id, 2**62) for id in range(1_000)], id="one"),
+    ],
+)
+def test_slices_are_about_equal_and_in_the_order_of_places(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, places: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setattr(state, "TASK_RECORDS", 100)
+    bounds = slice_bounds(random.Random(1).sample(places, 300), len(places))
+    rows = pa.table({"key": range(len(places)), "place": [{"high": high, "low": low} for high, low in places]})
+    found = spark.createDataFrame(rows).selectExpr("key", f"{slice_sql(bounds, 'place', 'key')} AS slice").collect()
+    sizes, spans = Counter(row["slice"] for row in found), dict[int, list[tuple[int, int]]]()
+    for row in found:
+        spans.setdefault(row["slice"], []).append(places[row["key"]])
+    assert set(sizes) <= set(range(10)) and max(sizes.values()) <= 200
+    assert all(max(spans[one]) <= min(spans[next]) for one, next in pairwise(sorted(spans)))
