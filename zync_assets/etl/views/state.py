@@ -1,8 +1,9 @@
 """The state of a table in files: written by Spark, and read with as few files and columns as a look-up allows.
 
-Files are sorted by the place of their keys (``tables.place_sql``). The Delta log has the least and the greatest place of each
-file, so that a look-up of few keys opens few files. A look-up lists the wanted values: Spark hands a list of up to
-``spark.sql.parquet.pushdown.inFilterThreshold`` values to Parquet, which skips pages. Spark compiles the same code for any list.
+Files are sorted by the place of their keys (``tables.place_sql``). A large batch writes slices: the places of its files do not
+overlap. The Delta log has the least and the greatest place of each file, so that a look-up of few keys opens few files. A
+look-up lists the wanted values: Spark hands a list of up to ``spark.sql.parquet.pushdown.inFilterThreshold`` values to Parquet,
+which skips pages. Spark compiles the same code for any list.
 
 A large batch writes the rows of new keys in one pass. Spark sorts the records by the place of their key, and by their order
 within the key. Each task takes the last record of each key, and writes the file with Arrow. An aggregation by key takes three
@@ -17,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -222,7 +223,7 @@ TASK_RECORDS = 250_000
 """Records of a task, about."""
 _GATHERED = 50_000
 """Records that are looked at together."""
-SAMPLE = 1_000
+SAMPLE = 4_000
 """One record of so many, by a hash of its place in the topic, tells where the slices of a large batch begin."""
 
 
@@ -239,24 +240,31 @@ def slice_bounds(sample: Sequence[KeyPlace], count: int) -> list[KeyPlace]:
 
 
 def slice_sql(bounds: Sequence[KeyPlace], place: str, key: str) -> str:
-    """The slice of a row as SQL. A hash of the key chooses among the slices that begin at one place.
+    """The slice of a row as SQL: a binary search. A hash of the key chooses among the slices that begin at one place.
 
     >>> slice_sql([(7, 0)], "place", "key")
-    'CASE WHEN (place.high < 7L OR place.high = 7L AND place.low < 0L) THEN 0 ELSE 1 END'
+    'CASE WHEN place.high < 7L OR place.high = 7L AND place.low < 0L THEN 0 ELSE 1 END'
     """
-    cases: list[str] = []
-    for (high, low), same in groupby(bounds):
-        first, count = bounds.index((high, low)), len(list(same))
-        within = f"{place}.high = {long_sql(high)} AND {place}.low"
-        cases.append(f"WHEN ({place}.high < {long_sql(high)} OR {within} < {long_sql(low)}) THEN {first}")
-        if count > 1:
-            spread = f"CAST(pmod(xxhash64({key}), {count}) AS INT)"
-            cases.append(f"WHEN ({within} = {long_sql(low)}) THEN {first + 1} + {spread}")
-    return f"CASE {' '.join(cases)} ELSE {len(bounds)} END" if cases else "0"
+    firsts = [0, *accumulate(len(list(same)) for _, same in groupby(bounds))]
+    places = list(dict.fromkeys(bounds))
+
+    def search(start: int, end: int) -> str:
+        """The slice of a row that lies between the places before ``start`` and at ``end``."""
+        if start == end:
+            return str(firsts[start])
+        at = (start + end) // 2
+        high, low = map(long_sql, places[at])
+        same, count = f"{place}.high = {high} AND {place}.low", firsts[at + 1] - firsts[at]
+        spread = f"{firsts[at] + 1} + CAST(pmod(xxhash64({key}), {count}) AS INT)"
+        several = f" WHEN {same} = {low} THEN {spread}" if count > 1 else ""
+        before = f"WHEN {place}.high < {high} OR {same} < {low} THEN {search(start, at)}"
+        return f"CASE {before}{several} ELSE {search(at + 1, end)} END"
+
+    return search(0, len(places))
 
 
 def sliced(frame: DataFrame, kind: TableType, bounds: Sequence[KeyPlace]) -> DataFrame:
-    """Rows with a ``key``, and their ``slice``. Each task has one slice, so that files have few keys' places in common."""
+    """Rows with a ``key``, and their ``slice``. Each task writes one slice."""
     found = slice_sql(bounds, place_sql("key", kind.state_key), "key")
     return frame.selectExpr("*", f"{found} AS slice").repartitionById(len(bounds) + 1, "slice")
 
@@ -274,8 +282,8 @@ def write_new_rows(
     """Write the last record of each key as a version of a row. No commit names the files yet.
 
     ``records``: see ``TableRecords``. No key of them is in the state, and none has a value that was not sent. ``split``: SQL that
-    fails, for a key in the partitions ``before`` and ``partition``. ``bounds``: see ``slice_bounds``. A file has the keys of one
-    slice, so that a look-up of a key opens one file. ``measured``: whether rows may be large.
+    fails, for a key in the partitions ``before`` and ``partition``. ``bounds``: see ``slice_bounds``. A file has one slice.
+    ``measured``: whether rows may be large.
     """
     # The slice comes last: Spark sorts by the first column fastest.
     within = "(PARTITION BY place.high, place.low, key, slice ORDER BY offset)"
