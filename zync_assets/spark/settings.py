@@ -112,6 +112,9 @@ def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = Fal
     elif _has_package(own):
         settings["spark.python.daemon.module"] = "zync_assets.spark.python_daemon"
     settings |= own
+    if not storage.is_s3(lake):
+        # By default Spark lists more than 32 files of a frame in a job. On a disk, the job takes longer than the list.
+        settings.setdefault("spark.sql.sources.parallelPartitionDiscovery.threshold", "10000")
     jars = [settings[name] for name in ("spark.jars", "spark.jars.packages") if name in settings]
     if storage.is_s3(lake) and remote in (None, SHARED) and not any("hadoop-aws" in text for text in jars):
         s3_jars = map(str, spark_s3_jars(find_java))
