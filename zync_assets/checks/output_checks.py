@@ -427,7 +427,7 @@ def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
 
 
 def each_check(pipeline: Pipeline) -> list[Callable[[], CheckResult]]:
-    """The checks in the order of the data's way, without those of sinks. Each check opens its own snapshot."""
+    """The checks in the order of the data's way, without those of sinks. No two checks share a snapshot."""
     checks: list[Callable[[], CheckResult]] = []
     for item in pipeline.inputs:
         blocking = [partial(check, pipeline, item.topic, None) for check in raw_checks.BLOCKING.values()]

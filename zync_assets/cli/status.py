@@ -124,7 +124,7 @@ def status(pipeline: Path, fmt: Format) -> None:
     Outputs: base and next number in staging, the number of published offsets, and the lag.
 
     Order has a row for each domain of inputs with a source order. Waiting counts the offsets that ETL does not take yet.
-    Then come the topic, partition and transaction that these offsets wait for. Late counts the records that came after
+    Further columns name the topic, partition and transaction that ETL waits for. Late counts the records that came after
     their place in the order. Incomplete counts the transactions that ETL took without all changes.
 
     Inputs and outputs: the way of keys and values, column by column (native), or record by record (fastavro, python). The way

@@ -32,7 +32,7 @@ from zync_assets.lake import staging
 from zync_assets.lake.head import Head, OutputPosition, Partitioning, Position
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Output, Pipeline
-from zync_assets.spark.sql import long_sql
+from zync_assets.spark.sql import long_sql, search_sql, tuple_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -163,26 +163,10 @@ def _bucket_sql(bounds: Sequence[Bound], parts: Sequence[str]) -> str:
     """
     width = max((len(bound) for bound in bounds), default=1)
     padded = [(*bound, *[LEAST] * (width - len(bound))) for bound in bounds]
-    array = f"array({', '.join(_tuple_sql([long_sql(part) for part in bound]) for bound in padded)})"
-    row = _tuple_sql([f"CAST(ord.{name} AS bigint)" for name in parts[:width]])
+    array = f"array({', '.join(tuple_sql([long_sql(part) for part in bound]) for bound in padded)})"
+    row = tuple_sql([f"CAST(ord.{name} AS bigint)" for name in parts[:width]])
 
-    def reached(low: int, high: int) -> str:
-        if low == high:
-            return str(low)
-        middle = (low + high) // 2
-        bound = f"element_at({array}, ord.place * 0 + {middle + 1})"
-        return f"IF({bound} <= {row}, {reached(middle + 1, high)}, {reached(low, middle)})"
-
-    return reached(0, len(bounds))
-
-
-def _tuple_sql(values: Sequence[str]) -> str:
-    """Several numbers that Spark compares as a tuple; a single one stays a number."""
-    return (
-        values[0]
-        if len(values) == 1
-        else f"struct({', '.join(f'{value} AS v{at}' for at, value in enumerate(values))})"
-    )
+    return search_sql(len(bounds), lambda at: f"element_at({array}, ord.place * 0 + {at + 1}) <= {row}")
 
 
 def output_positions(pipeline: Pipeline, pool: str, head: Head) -> dict[tuple[str, int], OutputPosition]:

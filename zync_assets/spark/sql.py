@@ -8,7 +8,7 @@ on a Spark Connect server, and a session on the shared server.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from zync_assets.pipeline import Shape
 
@@ -67,6 +67,32 @@ def listed_sql(sql: str, values: Sequence[str]) -> str:
     while len(lists) > 1:
         lists = [f"({' OR '.join(lists[at : at + 2])})" for at in range(0, len(lists), 2)]
     return f"{found} AND {lists[0]}"
+
+
+def search_sql(count: int, reached: Callable[[int], str]) -> str:
+    """How many of ``count`` ascending bounds a row has reached, by binary search. ``reached``: the number of a bound → SQL that
+    says whether the row has reached the bound.
+
+    >>> search_sql(2, lambda at: f"x >= {(10, 20)[at]}")
+    'IF(x >= 20, 2, IF(x >= 10, 1, 0))'
+    """
+
+    def search(low: int, high: int) -> str:
+        if low == high:
+            return str(low)
+        middle = (low + high) // 2
+        return f"IF({reached(middle)}, {search(middle + 1, high)}, {search(low, middle)})"
+
+    return search(0, count)
+
+
+def tuple_sql(values: Sequence[str]) -> str:
+    """Several numbers that Spark compares as a tuple; a single one stays a number."""
+    return (
+        values[0]
+        if len(values) == 1
+        else f"struct({', '.join(f'{value} AS v{at}' for at, value in enumerate(values))})"
+    )
 
 
 def path_sql(path: Sequence[str]) -> str:

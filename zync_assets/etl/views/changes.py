@@ -21,12 +21,13 @@ from zync_assets.etl.views.key_filter import checkpoint
 from zync_assets.etl.views.query import CAUSE, CAUSES, ORD
 from zync_assets.etl.views.state import (
     SAMPLE,
-    KeyPlace,
     Places,
     Range,
+    SlicePlace,
     StateFiles,
     StateReader,
     slice_bounds,
+    slice_place_sql,
     sliced,
     write_new_rows,
     write_state,
@@ -65,7 +66,7 @@ class TableRecords:
     frame: DataFrame = field(repr=False)
     places: Places | None
     span: Range
-    bounds: Sequence[KeyPlace]
+    bounds: Sequence[SlicePlace]
     opens: bool
     measured: bool = False
 
@@ -100,7 +101,7 @@ def table_records(
         wanted = (
             f"named_struct('high', {place}.high, 'low', {key_hash})"
             if small
-            else f"CASE WHEN {sampled} THEN {place} END"
+            else f"CASE WHEN {sampled} THEN {slice_place_sql(kind)} END"
         )
         opens = " OR ".join(f"row.{name_sql(path)} = {sql}" for path, sql in _placeholders(kind, placeholder))
         frames.append(

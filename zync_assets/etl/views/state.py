@@ -18,7 +18,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import ORDER_TYPE
 from zync_assets.lake.staging import StagingState
 from zync_assets.spark import frames
-from zync_assets.spark.sql import listed_sql, long_sql, name_sql
+from zync_assets.spark.sql import listed_sql, long_sql, name_sql, search_sql, tuple_sql
 from zync_assets.spark.tasks import tune_worker, unmeasured
 
 if TYPE_CHECKING:
@@ -46,8 +45,9 @@ a wanted value."""
 
 Range = tuple[int, int]
 """The least and the greatest value."""
-KeyPlace = tuple[int, int]
-"""The place of a key in the order of files (``tables.place_sql``): high, low."""
+SlicePlace = tuple[int, int, int]
+"""The place of a key in the order of files (``tables.place_sql``): high, low. The third number is a hash of the key: it divides
+the keys of a place."""
 
 
 @dataclass(frozen=True)
@@ -227,45 +227,34 @@ SAMPLE = 4_000
 """One record of so many, by a hash of its place in the topic, tells where the slices of a large batch begin."""
 
 
-def slice_bounds(sample: Sequence[KeyPlace], count: int) -> list[KeyPlace]:
-    """The place at which each slice but the first begins. Several slices begin at a place with many records.
+def slice_bounds(sample: Sequence[SlicePlace], count: int) -> list[SlicePlace]:
+    """The place at which each slice but the first begins.
 
     ``sample``: the places of a few records; ``count``: of all records. A slice has about TASK_RECORDS of them:
 
-    >>> slice_bounds([(3, 0), (1, 0), (2, 0), (4, 0)], 500_000)
-    [(3, 0)]
+    >>> slice_bounds([(3, 0, 8), (1, 0, 9), (2, 0, 7), (4, 0, 6)], 500_000)
+    [(3, 0, 8)]
     """
     slices, ordered = -(-count // TASK_RECORDS), sorted(sample)
     return [ordered[len(ordered) * at // slices] for at in range(1, slices)] if ordered else []
 
 
-def slice_sql(bounds: Sequence[KeyPlace], place: str, key: str) -> str:
-    """The slice of a row as SQL: a binary search. A hash of the key chooses among the slices that begin at one place.
-
-    >>> slice_sql([(7, 0)], "place", "key")
-    'CASE WHEN place.high < 7L OR place.high = 7L AND place.low < 0L THEN 0 ELSE 1 END'
-    """
-    firsts = [0, *accumulate(len(list(same)) for _, same in groupby(bounds))]
-    places = list(dict.fromkeys(bounds))
-
-    def search(start: int, end: int) -> str:
-        """The slice of a row that lies between the places before ``start`` and at ``end``."""
-        if start == end:
-            return str(firsts[start])
-        at = (start + end) // 2
-        high, low = map(long_sql, places[at])
-        same, count = f"{place}.high = {high} AND {place}.low", firsts[at + 1] - firsts[at]
-        spread = f"{firsts[at] + 1} + CAST(pmod(xxhash64({key}), {count}) AS INT)"
-        several = f" WHEN {same} = {low} THEN {spread}" if count > 1 else ""
-        before = f"WHEN {place}.high < {high} OR {same} < {low} THEN {search(start, at)}"
-        return f"CASE {before}{several} ELSE {search(at + 1, end)} END"
-
-    return search(0, len(places))
+def slice_sql(bounds: Sequence[SlicePlace], place: str) -> str:
+    """The slice of a row as SQL: how many bounds the row has reached. ``place``: SQL of a SlicePlace, as a struct."""
+    return search_sql(len(bounds), lambda at: f"{tuple_sql([*map(long_sql, bounds[at])])} <= {place}")
 
 
-def sliced(frame: DataFrame, kind: TableType, bounds: Sequence[KeyPlace]) -> DataFrame:
+def slice_place_sql(kind: TableType) -> str:
+    """The SlicePlace of a row with a ``key``, as a struct."""
+    place = place_sql("key", kind.state_key)
+    # Spark hashes no map.
+    key_hash = "0L" if "map<" in kind.state_key.simpleString() else "xxhash64(key)"
+    return tuple_sql([f"{place}.high", f"{place}.low", key_hash])
+
+
+def sliced(frame: DataFrame, kind: TableType, bounds: Sequence[SlicePlace]) -> DataFrame:
     """Rows with a ``key``, and their ``slice``. Each task writes one slice."""
-    found = slice_sql(bounds, place_sql("key", kind.state_key), "key")
+    found = slice_sql(bounds, slice_place_sql(kind))
     return frame.selectExpr("*", f"{found} AS slice").repartitionById(len(bounds) + 1, "slice")
 
 
@@ -276,7 +265,7 @@ def write_new_rows(
     split: str,
     folder: str,
     *,
-    bounds: Sequence[KeyPlace],
+    bounds: Sequence[SlicePlace],
     measured: bool,
 ) -> StateFiles:
     """Write the last record of each key as a version of a row. No commit names the files yet.

@@ -39,8 +39,7 @@ def due_files(files: StateFiles) -> StateFiles | None:
     runs = _runs(files.all)
     if len(runs) < RUNS:
         return None
-    replaced = sum(item.records for item in files.replaced)
-    if replaced * 4 >= sum(item.records for item in files.versions):
+    if _records(files.replaced) * 4 >= _records(files.versions):
         return files
     small = _balanced(runs)
     own = {item.path for run in small for item in run}
@@ -67,8 +66,8 @@ def _balanced(runs: Sequence[Sequence[DataFile]]) -> Sequence[Sequence[DataFile]
     return ()
 
 
-def _records(run: Sequence[DataFile]) -> int:
-    return sum(item.records for item in run)
+def _records(files: Sequence[DataFile]) -> int:
+    return sum(item.records for item in files)
 
 
 def fold_state(spark: SparkSession, before: StagingState | None) -> None:

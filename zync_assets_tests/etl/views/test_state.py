@@ -82,8 +82,8 @@ def test_a_task_without_records_writes_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1))), st.integers(0, 9 * TASK_RECORDS))
-def test_slices_begin_at_places_of_the_sample(sample: list[tuple[int, int]], count: int) -> None:
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 1), st.integers(0, 1))), st.integers(0, 9 * TASK_RECORDS))
+def test_slices_begin_at_places_of_the_sample(sample: list[tuple[int, int, int]], count: int) -> None:
     bounds = slice_bounds(sample, count)
     assert bounds == sorted(bounds) and set(bounds) <= set(sample)
     assert len(bounds) == (max(1, -(-count // TASK_RECORDS)) - 1 if sample else 0)
@@ -102,9 +102,11 @@ def test_slices_are_about_equal_and_in_the_order_of_places(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch, places: list[tuple[int, int]]
 ) -> None:
     monkeypatch.setattr(state, "TASK_RECORDS", 100)
-    bounds = slice_bounds(random.Random(1).sample(places, 300), len(places))
     rows = pa.table({"key": range(len(places)), "place": [{"high": high, "low": low} for high, low in places]})
-    found = spark.createDataFrame(rows).selectExpr("key", f"{slice_sql(bounds, 'place', 'key')} AS slice").collect()
+    frame = spark.createDataFrame(rows).selectExpr("key", "struct(place.high, place.low, xxhash64(key)) AS place")
+    sample = random.Random(1).sample([tuple(row["place"]) for row in frame.collect()], 300)
+    bounds = slice_bounds(sample, len(places))
+    found = frame.selectExpr("key", f"{slice_sql(bounds, 'place')} AS slice").collect()
     sizes, spans = Counter(row["slice"] for row in found), dict[int, list[tuple[int, int]]]()
     for row in found:
         spans.setdefault(row["slice"], []).append(places[row["key"]])
