@@ -108,6 +108,15 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 
 
 @pytest.fixture
+def own(tmp_path: Path) -> Iterator[Warm]:
+    """Servers of one test, whose settings are not those of ``warm``."""
+    own = Warm(tmp_path / "spark")
+    yield own
+    own.zync("spark", "down")
+    assert not own.servers()
+
+
+@pytest.fixture
 def it(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> Mini:
     """A pipeline whose file says ``remote: shared``."""
     return shared(mini(services, spark, tmp_path, unique, RULES))
@@ -266,11 +275,11 @@ QUARANTINE = (
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_tests_of_quarantine_pass_on_it(warm: Warm) -> None:
+def test_the_tests_of_quarantine_pass_on_a_server(own: Warm) -> None:
     modules = [str(Path(__file__).parents[1] / name) for name in QUARANTINE]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ON_CONNECT, "1")
-        process = warm.begin("-m", "pytest", "-q", "-n", "0", "-m", "", *modules)
+        process = own.begin("-m", "pytest", "-q", "-n", "0", "-m", "", *modules)
     output, _ = process.communicate()
     assert process.returncode == 0, output
 
@@ -465,11 +474,11 @@ if sys.argv[1] == "killed":
 
 
 @pytest.mark.slow
-def test_what_a_killed_client_had_cached_goes(warm: Warm) -> None:
-    assert warm.end(warm.begin("-c", KEPT, "killed"), -9).split() == ["False", "True"]
+def test_what_a_killed_client_had_cached_goes(own: Warm) -> None:
+    assert own.end(own.begin("-c", KEPT, "killed"), -9).split() == ["False", "True"]
     # Each look is a session; the server clears up when there was none for a moment.
     for _ in range(10):
-        if warm.python(KEPT, "looks").split() == ["False"]:
+        if own.python(KEPT, "looks").split() == ["False"]:
             return
         time.sleep(10)
     pytest.fail("it is still there")
