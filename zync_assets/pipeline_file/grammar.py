@@ -14,9 +14,8 @@ from zync_assets.pipeline import (
     Unmatched,
 )
 from zync_assets.pipeline_file.connections import KAFKA, LAKE, REGISTRY, SPARK
-from zync_assets.pipeline_file.key import Key, paths
+from zync_assets.pipeline_file.key import Key, input_shape, output_shape, paths
 from zync_assets.pipeline_file.keys import rule_keys
-from zync_assets.pipeline_file.shape_keys import COALESCE, input_shape, output_shape
 from zync_assets.pipeline_file.sinks import SINKS
 from zync_assets.pipeline_file.transactions import TRANSACTIONS
 
@@ -238,7 +237,15 @@ OUTPUT: tuple[Key, ...] = (
         allowed=("true", "false"),
     ),
     output_shape(),
-    COALESCE,
+    Key(
+        "coalesce",
+        "true or false",
+        "Makes one output of several changes of one key in a batch. A field that the last change leaves out is as an earlier one"
+        " has it. The number of outputs depends on where batches are cut.",
+        "coalesce: true",
+        default="false",
+        allowed=("true", "false"),
+    ),
     _strategy("", "keys and values", "topic"),
     _strategy("key-", "keys", "as for both sides"),
     _strategy("value-", "values", "as for both sides"),

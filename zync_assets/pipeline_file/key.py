@@ -1,6 +1,7 @@
 """A key of the pipeline file: the name that the reader accepts, and the description that ``zync help`` prints.
 
-The readers take their known names from these definitions. A key without a description therefore does not exist.
+The readers take their known names from these definitions. A key without a description therefore does not exist. The key
+``shape`` stands here because inputs and outputs share it.
 """
 
 from __future__ import annotations
@@ -76,3 +77,54 @@ def near(known: Mapping[str, Key], path: str) -> list[str]:
         if key.name == name
     ]
     return list(dict.fromkeys([*by_path, *by_name]))[:3]
+
+
+def input_shape() -> Key:
+    """The key ``shape`` of an input."""
+    return Key(
+        "shape",
+        "a mapping",
+        "Filters and maps each record before the record reaches the lake. The lake never gets the rest, except for"
+        " quarantined records, which stay whole.",
+        "shape: {where: value.op <> 'r', value: value.after}",
+        default="none",
+        keys=_shape("`kafka`, `key` and `value` of the record"),
+    )
+
+
+def output_shape() -> Key:
+    """The key ``shape`` of an output."""
+    return Key(
+        "shape",
+        "a mapping",
+        "Filters and maps each output of the rules before it is numbered. The inputs of a filtered output are *dropped*.",
+        "shape: {value: {ID: value.ID}}",
+        default="none",
+        keys=_shape("`key` and `value` of the output"),
+    )
+
+
+def _shape(roots: str) -> tuple[Key, ...]:
+    return (
+        Key(
+            "where",
+            "a condition in Spark SQL",
+            f"Keeps the records for which the condition holds; null counts as no. It sees {roots}.",
+            "shape: {where: value.ID IS NOT NULL}",
+            default="all are kept",
+        ),
+        Key(
+            "key",
+            "an expression, or a mapping of names to expressions",
+            "The new key.",
+            "shape: {key: key}",
+            default="the key as it is",
+        ),
+        Key(
+            "value",
+            "an expression, or a mapping of names to expressions",
+            "The new value. A null value stays null.",
+            "shape: {value: {ID: value.ID}}",
+            default="the value as it is",
+        ),
+    )

@@ -32,8 +32,7 @@ from zync_assets.pipeline import (
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression, field_path
 from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables
 from zync_assets.pipeline_file.grammar import CREATE, FORMATS, INPUT, ORDER, OUTPUT
-from zync_assets.pipeline_file.key import known_names
-from zync_assets.pipeline_file.shape_keys import input_shape
+from zync_assets.pipeline_file.key import input_shape, known_names
 from zync_assets.pipeline_file.source import Items, Node, Scalar, YamlTable
 
 Check: TypeAlias = Callable[[str], Iterable[str]]
