@@ -3,7 +3,7 @@
 Files lie in these groups (the table's partition column is ``topic``):
 
     topic=<output topic>                 output records, sorted by offset
-    topic=#state:<table>, #replaced:…    the state of tables of views and look-ups (``etl.views``)
+    topic=#state:…, #replaced:…, #index:…  the state of tables of views and look-ups (``etl.views``)
     topic=%23account, ``head-`` files    one small file, replaced by each commit: positions, counters, output schemas
     topic=%23account, other files        the ledger: what became of the inputs, appended by each batch
 
@@ -73,6 +73,8 @@ STATE = "#state:"
 """The begin of the groups with the rows of views' tables: the table's name follows."""
 REPLACED = "#replaced:"
 """The begin of the groups with the rows that later rows of their key replaced."""
+INDEX = "#index:"
+"""The begin of the groups with the indexes of views' tables: the table's name, a colon, and a column follow."""
 ACCOUNT_FOLDER = "topic=%23account"
 _UNREADABLE = "is in the Delta log and can't be read"
 _HEAD = f"{ACCOUNT_FOLDER}/head-"

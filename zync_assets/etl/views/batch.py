@@ -38,11 +38,12 @@ from zync_assets.etl.views.maintenance import Maintenance
 from zync_assets.etl.views.query import DUPLICATE, Query, rule_types
 from zync_assets.etl.views.rebuild import differences, raw_rows
 from zync_assets.etl.views.state import StateFiles, StateReader, state_files
+from zync_assets.etl.views.state_index import indexed_columns, join_columns, write_index
 from zync_assets.etl.views.tables import Table, TableType, definition_of, table_of, table_type, tables_of
 from zync_assets.lake.head import Head, TableEntry
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState, raw_files
-from zync_assets.lake.staging import REPLACED, STATE, StagingState
+from zync_assets.lake.staging import INDEX, REPLACED, STATE, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark import frames
@@ -154,7 +155,8 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
     anew = {name for name in tables if stage.rebuild == "state" or (stage.rebuild and name not in head.tables)}
     stale = {name: REMOVED for name in head.views if name not in {rule.name for rule in stage.rules}}
     lasting = [table for name, table in tables.items() if name not in anew]
-    removed = [item for item in (stage.state.files if stage.state else ()) if _is_unused(item, lasting)]
+    joins = join_columns(stage.rules)
+    removed = [item for item in (stage.state.files if stage.state else ()) if _is_unused(item, lasting, joins)]
     if not tables and not head.tables and not head.views:
         return None
     reader = StateReader(stage.spark, uri)
@@ -180,10 +182,13 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
     )
 
 
-def _is_unused(item: DataFile, tables: Iterable[Table]) -> bool:
-    """Whether a file holds state of a table that no view uses."""
-    is_state = item.group is not None and item.group.startswith((STATE, REPLACED))
-    return is_state and item.group not in {group for table in tables for group in (table.versions, table.replaced)}
+def _is_unused(item: DataFile, tables: Iterable[Table], joins: Mapping[str, Sequence[str]]) -> bool:
+    """Whether a file holds state of a table that no view uses, or an index that no join uses. ``joins``: see ``join_columns``."""
+    if item.group is None or not item.group.startswith((STATE, REPLACED, INDEX)):
+        return False
+    groups = {group for table in tables for group in (table.versions, table.replaced)}
+    groups |= {table.index(column) for table in tables for column in joins.get(table.name, ())}
+    return item.group not in groups
 
 
 def _changes(
@@ -211,7 +216,7 @@ def _changes(
         elif stage.ranges[topic]:
             sources[name] = kinds[name], stage.records(topic)
     parts = {name: (kind, record_rows(kind, frame, stage.ordering)) for name, (kind, frame) in sources.items()}
-    placeholder = stage.pipeline.unavailable_value
+    placeholder, joins = stage.pipeline.unavailable_value, join_columns(stage.rules)
     found: dict[str, Change] = {}
     with _failures(stage, lambda: table_failures(stage.spark, sources)):
         records, facts = table_records(parts, placeholder, small=stage.small, measured=stage.measured)
@@ -219,7 +224,11 @@ def _changes(
         def written(at: int) -> Change:
             table = records[at].kind.table
             before = StateFiles() if table.name in anew else state_files(stage.state, table)
-            return write_changes(reader, records[at], before, f"{folder}/state-{at}", placeholder)
+            change = write_changes(reader, records[at], before, f"{folder}/state-{at}", placeholder)
+            kind, versions = records[at].kind, change.files.versions
+            columns = indexed_columns(kind, joins.get(table.name, ()))
+            indexes = write_index(reader, kind, versions, columns, small=stage.small)
+            return replace(change, files=replace(change.files, indexes=indexes))
 
         # A small batch is planned longer than it runs, and its tables side by side.
         with ThreadPoolExecutor(max(1, len(records)) if stage.small else 1) as pool:

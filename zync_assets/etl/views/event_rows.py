@@ -14,6 +14,7 @@ from zync_assets.etl.rules.shapes import note_schema, type_sql
 from zync_assets.etl.views.key_filter import KeyFilter, listed_values, plain_column
 from zync_assets.etl.views.query import pruned_sql, used_columns
 from zync_assets.etl.views.state import StateFiles, StateReader, without_versions
+from zync_assets.etl.views.state_index import looked_up_places
 from zync_assets.etl.views.tables import TableType, table_of, table_type
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.staging import StagingState
@@ -95,8 +96,10 @@ class EventRows:
         kind, files = self.kinds[table.name], self.files[table.name]
         values = self._values(item, types, frame, kind)
 
+        places = looked_up_places(self.reader, kind, files, values)
+
         def versions(of: Sequence[DataFile]) -> DataFrame:
-            found = self.reader.rows(kind, of).where("row IS NOT NULL")
+            found = self.reader.rows(kind, of, places).where("row IS NOT NULL")
             found = values.within(found).selectExpr(row_sql(rule, item, kind.state_row), "version")
             return values.keep(found, item.alias)
 
@@ -121,4 +124,4 @@ class EventRows:
         if column is None or len(keys) > 1:
             return found
         listed = listed_values(column.dataType, sorted(set(table["k0"].drop_null().to_pylist())))
-        return found if listed is None else KeyFilter(found.frame, found.own, column.name, listed)
+        return found if listed is None else KeyFilter(found.frame, found.own, column.name, listed, values=table["k0"])

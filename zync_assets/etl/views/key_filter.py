@@ -30,7 +30,7 @@ def checkpoint(frame: DataFrame, *, eager: bool = True) -> DataFrame:
 class KeyFilter:
     """Values that rows of an alias must have. ``frame``: the columns ``k0``, ``k1`` …, None for a ``span`` alone; ``own``: the
     expressions over the alias that must equal them. ``column``: a plain column; ``listed``: its values as SQL, which say the same
-    as the frame; ``span``: in place of a list, its least and its greatest value."""
+    as the frame; ``values``: the listed values; ``span``: in place of a list, its least and its greatest value."""
 
     frame: DataFrame | None
     own: Sequence[str]
@@ -38,6 +38,7 @@ class KeyFilter:
     listed: Sequence[str] = ()
     null_safe: bool = False
     span: tuple[int, int] | None = None
+    values: pa.Array | pa.ChunkedArray | None = None
 
     def within(self, rows: DataFrame) -> DataFrame:
         """The rows (``row``) with one of the listed values, or in the span."""

@@ -43,7 +43,8 @@ from zync_assets.etl.views.query import (
     outputs,
     same_sql,
 )
-from zync_assets.etl.views.state import Range, StateFiles, StateReader, is_few, without_versions
+from zync_assets.etl.views.state import Places, Range, StateFiles, StateReader, is_few, without_versions
+from zync_assets.etl.views.state_index import looked_up_places
 from zync_assets.etl.views.tables import TableType, null_sql
 from zync_assets.lake.log import DataFile
 from zync_assets.queries import JoinStep
@@ -193,7 +194,7 @@ class Maintenance:
         """The aliases whose rows each task of a large batch may have."""
         files = {alias: [*self.before[alias].versions] for alias in self.query.aliases}
         for alias, change in self.changes.items():
-            files[alias] += change.files.all
+            files[alias] += change.files.rows
         return set() if self.small else {alias for alias, each in files.items() if is_few(each)}
 
     def _start(self) -> tuple[str, bool]:
@@ -276,7 +277,7 @@ class Maintenance:
         if item is not None and len(found.own) == 1 and not (found.null_safe and table["k0"].null_count):
             listed = listed_values(item.dataType, sorted(set(table["k0"].drop_null().to_pylist())))
         if item is not None and listed is not None:
-            return replace(found, frame=None, column=item.name, listed=listed)
+            return replace(found, frame=None, column=item.name, listed=listed, values=table["k0"])
         from pyspark.sql import functions as F
 
         return replace(found, frame=F.broadcast(arrow_frame(self.reader.spark, table)))
@@ -345,10 +346,11 @@ class Maintenance:
         """The rows that the batch does not change."""
         before, change = self.before[alias], self.changes.get(alias)
         cause = self._cause_sql(alias, None, "version.offset") if self.fresh else self._no_cause()
-        found = self._of_versions(alias, before.versions, values, cause)
+        places = None if values is None else looked_up_places(self.reader, self.kinds[alias], before, values)
+        found = self._of_versions(alias, before.versions, values, cause, places)
         pairs = None if change is None else change.pairs
         files = (*before.replaced, *(change.files.replaced if change is not None and pairs is None else ()))
-        gone = [self._of_versions(alias, files, values, ()).select("version")] if files else []
+        gone = [self._of_versions(alias, files, values, (), places).select("version")] if files else []
         if pairs is not None and change is not None and change.files.replaced:
             gone.append(pairs.where("old_version IS NOT NULL").selectExpr("old_version AS version"))
         if self.small:
@@ -361,11 +363,16 @@ class Maintenance:
         return found.selectExpr(name_sql(alias), ORD, CAUSE, f"{versions} AS {V}")
 
     def _of_versions(
-        self, alias: str, files: Sequence[DataFile], values: KeyFilter | None, columns: Sequence[str]
+        self,
+        alias: str,
+        files: Sequence[DataFile],
+        values: KeyFilter | None,
+        columns: Sequence[str],
+        places: Places | None = None,
     ) -> DataFrame:
         """The rows of some files under the alias, their ``version``, and further columns."""
         kind = self.kinds[alias]
-        rows = self.reader.rows(kind, files).where("row IS NOT NULL")
+        rows = self.reader.rows(kind, files, places).where("row IS NOT NULL")
         rows = rows if values is None else values.within(rows)
         made = self.query.row_sql(alias, kind.state_row)
         found = rows.selectExpr(f"{made} AS {name_sql(alias)}", "version", *columns)

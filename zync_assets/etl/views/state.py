@@ -73,17 +73,25 @@ class Places:
 
 @dataclass(frozen=True)
 class StateFiles:
-    """The files of a table's state. ``versions``: of rows; ``replaced``: the versions that are no longer live."""
+    """The files of a table's state. ``versions``: of rows; ``replaced``: the versions that are no longer live; ``indexes``: see
+    ``state_index``."""
 
     versions: Sequence[DataFile] = ()
     replaced: Sequence[DataFile] = ()
+    indexes: Sequence[DataFile] = ()
 
     def __add__(self, other: StateFiles) -> StateFiles:
-        return StateFiles((*self.versions, *other.versions), (*self.replaced, *other.replaced))
+        mine, theirs = (self.versions, self.replaced, self.indexes), (other.versions, other.replaced, other.indexes)
+        return StateFiles(*((*one, *two) for one, two in zip(mine, theirs, strict=True)))
+
+    @property
+    def rows(self) -> tuple[DataFile, ...]:
+        """The files with rows."""
+        return (*self.versions, *self.replaced)
 
     @property
     def all(self) -> tuple[DataFile, ...]:
-        return (*self.versions, *self.replaced)
+        return (*self.rows, *self.indexes)
 
     @property
     def records(self) -> int:
@@ -105,7 +113,7 @@ def state_files(state: StagingState | None, table: Table) -> StateFiles:
     """The files of a table in a version of the staging table."""
     files = () if state is None else state.files
     versions, replaced = ([item for item in files if item.group == name] for name in (table.versions, table.replaced))
-    return StateFiles(versions, replaced)
+    return StateFiles(versions, replaced, [item for item in files if (item.group or "").startswith(table.index(""))])
 
 
 @dataclass(frozen=True)

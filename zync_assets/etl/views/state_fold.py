@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from zync_assets.crashes import crash_point
 from zync_assets.etl.views.state import StateFiles, StateReader, state_files, without_versions, write_state
+from zync_assets.etl.views.state_index import index_columns, indexed_columns, indexes_of, write_index
 from zync_assets.etl.views.tables import TableType, place_sql, stored_tables, stored_type
 from zync_assets.lake import compaction, storage, tables
 from zync_assets.lake.log import DataFile
@@ -36,7 +37,7 @@ def due_files(files: StateFiles) -> StateFiles | None:
 
     All files are due if a quarter of the versions is replaced, so that the state stays small.
     """
-    runs = _runs(files.all)
+    runs = _runs(files.rows)
     if len(runs) < RUNS:
         return None
     if _records(files.replaced) * 4 >= _records(files.versions):
@@ -94,7 +95,8 @@ def fold(spark: SparkSession, state: StagingState) -> int:
             kind = stored_type(table, state)
             if due is None or kind is None:
                 continue
-            everything = len(due.all) == len(state_files(state, table).all)
+            files = state_files(state, table)
+            everything = len(due.rows) == len(files.rows)
             frame = folded(
                 StateReader(spark, uri), kind, due, deleted=not everything or has_quarantined(state, table.topic)
             )
@@ -102,8 +104,10 @@ def fold(spark: SparkSession, state: StagingState) -> int:
             if parts > 1:
                 frame = frame.repartitionByRange(parts, "gone", F.expr(place_sql("key", kind.state_key)))
             found = write_state(frame, kind, uri, f"{folder}/state-{at}", small=parts == 1)
-            added += found.all
-            removed.append(list(due.all))
+            columns = indexed_columns(kind, index_columns(files))
+            indexes = write_index(StateReader(spark, uri), kind, found.versions, columns, small=False)
+            added += [*found.rows, *indexes]
+            removed.append([*due.rows, *indexes_of(files, due.versions)])
         if not removed:
             return 0
         crash_point("fold:written")

@@ -1,10 +1,12 @@
 """Tables of views: how an input's records become rows, and the columns that hold the rows in the staging table.
 
 A table is an input topic with the expressions for its key, its row, and its deletion. All views of a pool that define a table
-alike share the table's state. The state has two groups of files in the staging table:
+alike share the table's state. The rows are two groups of files in the staging table:
 
     topic=#state:<table>      versions of rows: the last record of a key in a batch. A deleted row is null.
     topic=#replaced:<table>   the versions that a later batch replaced, whole again
+
+Indexes by other columns than the key: ``state_index``.
 
 The live version of a key is the version that no file of replaced versions has. A version is known by its record (partition and
 offset). Any condition on rows therefore finds a version and its replacement alike. A look-up needs no order of the files.
@@ -28,7 +30,7 @@ from zync_assets.etl.rules.shapes import expression_type, note_schema, schema_of
 from zync_assets.lake.head import Head
 from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_TYPE
-from zync_assets.lake.staging import REPLACED, STATE, StagingState
+from zync_assets.lake.staging import INDEX, REPLACED, STATE, StagingState
 from zync_assets.lake.storage import wider_schema
 from zync_assets.pipeline import Input, Pipeline, Rule, Shape, SideFormat, ViewTable
 from zync_assets.spark.sql import name_sql, shape_sql
@@ -72,6 +74,10 @@ class Table:
     def replaced(self) -> str:
         """The group of the files with replaced versions."""
         return f"{REPLACED}{self.name}"
+
+    def index(self, column: str) -> str:
+        """The group of the files with the index by a column of the rows."""
+        return f"{INDEX}{self.name}:{column.lower()}"
 
     @property
     def key_column(self) -> str:

@@ -1,0 +1,231 @@
+"""The index of a table's state: the places of the rows that have a value in a column of a join.
+
+The files of a state are sorted by the place of the key (``tables.place_sql``). A join looks rows up by another column, whose
+values are anywhere in the files. Without an index, such a look-up reads the column of all rows.
+
+    topic=#index:<table>:<column>   the place of each row (``order``) and the column, sorted by the column
+
+Each write of versions has an index for each such column, in a folder below the folder of its files. An entry stays as long as
+its version, replaced or not: a look-up gives a few places too many, and the found rows are compared with the values again. A
+fold writes the index of the folded versions, and drops the index of the files that it replaces.
+
+The driver reads an index without Spark, which would take a tenth of a second for each job. A row group has few entries, so
+that its statistics select the row groups that may have a value.
+"""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.etl.views.key_filter import KeyFilter, plain_column
+from zync_assets.etl.views.state import PAGE_RECORDS, Places, StateFiles, StateReader
+from zync_assets.etl.views.tables import TableType, leaves_of, table_of
+from zync_assets.lake import storage
+from zync_assets.lake.log import DataFile
+from zync_assets.lake.raw import ORDER
+from zync_assets.lake.raw_files import ORDER_TYPE
+from zync_assets.pipeline import Rule
+from zync_assets.spark import frames
+from zync_assets.spark.sql import name_sql
+from zync_assets.spark.tasks import tune_worker
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
+
+GROUP_RECORDS = 2_000
+"""Entries of a row group."""
+FILE_RECORDS = 1_000_000
+"""Entries of a file, about."""
+
+
+def join_columns(rules: Iterable[Rule]) -> dict[str, list[str]]:
+    """Name of a table → the plain columns by which joins and look-ups of the rules find its rows."""
+    found: dict[str, dict[str, None]] = {}
+    for rule in rules:
+        tables = {item.alias: item for item in rule.tables}
+        pairs = [join.on for join in rule.view.joins] if rule.view is not None else [item.on for item in rule.lookups]
+        for each in pairs:
+            # A look-up lists the values of a single column.
+            for sql in each[0] if len(each) == 1 else ():
+                names = [(item, plain_column(sql, alias)) for alias, item in tables.items()]
+                for name, column in ((table_of(item).name, column) for item, column in names if column is not None):
+                    found.setdefault(name, {})[column] = None
+    return {name: list(columns) for name, columns in found.items()}
+
+
+def indexed_columns(kind: TableType, columns: Iterable[str]) -> list[str]:
+    """The columns of integers and texts among some columns of a table, as the table spells them.
+
+    A column of integers that is the first field of the key has the order of the files, and needs no index.
+    """
+    from pyspark.sql import types as spark
+
+    if not isinstance(kind.state_row, spark.StructType):
+        return []
+    types: dict[str, tuple[str, DataType]] = {item.name.lower(): (item.name, item.dataType) for item in kind.state_row}
+    first = next((sql.lower() for sql, _ in leaves_of("key", kind.state_key)), "")
+    found: list[str] = []
+    for name, of in (types[column.lower()] for column in columns if column.lower() in types):
+        is_number = isinstance(of, spark.LongType | spark.IntegerType)
+        if (is_number and first != f"key.{name_sql(name)}".lower()) or of == spark.StringType():
+            found.append(name)
+    return found
+
+
+def write_index(
+    reader: StateReader, kind: TableType, versions: Sequence[DataFile], columns: Sequence[str], *, small: bool
+) -> list[DataFile]:
+    """Write an index of new versions for each column. No commit names the files yet."""
+    found: list[DataFile] = []
+    for folder in dict.fromkeys(_folder(item) for item in versions):
+        own = [item for item in versions if _folder(item) == folder]
+        for at, column in enumerate(columns):
+            writer = _IndexWriter(
+                reader.uri, f"{folder}/index-{at}", kind.table.index(column), kind.table.row_column, column
+            )
+            entries = [writer.write(_entries(reader.uri, own, writer))] if small else _large(reader, kind, own, writer)
+            # An index without an entry says that no row has a value.
+            found += entries or [writer.write(_no_entries(kind, column))]
+    return found
+
+
+def _folder(item: DataFile) -> str:
+    return item.path.rpartition("/")[0]
+
+
+def _large(reader: StateReader, kind: TableType, versions: Sequence[DataFile], writer: _IndexWriter) -> list[DataFile]:
+    """The index of many versions. Spark sorts the entries; each task writes a file."""
+    value = f"{name_sql(kind.table.row_column)}.{name_sql(writer.column)}"
+    rows = frames.parquet_frame(reader.spark, reader.uri, versions, kind.schema)
+    rows = rows.selectExpr(f"{value} AS value", f"{name_sql(ORDER)}.high AS high").where("value IS NOT NULL")
+    count = max(1, sum(item.records for item in versions) // FILE_RECORDS)
+    rows = rows.repartitionByRange(count, "value").sortWithinPartitions("value", "high")
+    return [pickle.loads(bytes(row["found"])) for row in rows.mapInArrow(writer.run, "found binary").collect()]
+
+
+def _entries(uri: str, versions: Sequence[DataFile], writer: _IndexWriter) -> pa.Table:
+    """The sorted entries of a few versions: ``value`` and ``high``."""
+    tables: list[pa.Table] = []
+    for item in versions:
+        place = storage.join(uri, item.path)
+        system, path = storage.filesystem(place)
+        # Not `read_table`, which takes a dot in a column's name for the way to a field.
+        with storage.access_errors(place, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
+            read = file.read(columns=[f"{ORDER}.high", writer.path]).combine_chunks()
+        value, high = (pc.struct_field(read[name], [0]) for name in (writer.row_column, ORDER))
+        tables.append(pa.table({"value": value, "high": high}))
+    found = pa.concat_tables(tables, promote_options="permissive")
+    found = found.filter(pc.is_valid(found["value"]))
+    return found.sort_by([("value", "ascending"), ("high", "ascending")])
+
+
+def _no_entries(kind: TableType, column: str) -> pa.Table:
+    value = kind.schema.field(kind.table.row_column).type.field(column).type
+    return pa.table({"value": pa.array([], value), "high": pa.array([], pa.int64())})
+
+
+@dataclass(frozen=True)
+class _IndexWriter:
+    """Writes files of the index of one column. ``folder``: below the table of ``uri``; ``group``: of the files."""
+
+    uri: str
+    folder: str
+    group: str
+    row_column: str
+    column: str
+
+    @property
+    def path(self) -> str:
+        """The column in Parquet files."""
+        return f"{self.row_column}.{self.column}"
+
+    def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """A row with the pickled log entry of a file with these entries, which are sorted. No row if there are none."""
+        tune_worker()
+        rows = list(batches)
+        if sum(map(len, rows)):
+            packed = pickle.dumps(self.write(pa.Table.from_batches(rows)))
+            yield pa.RecordBatch.from_arrays([pa.array([packed], pa.binary())], ["found"])
+
+    def write(self, entries: pa.Table) -> DataFile:
+        """The log entry of a new file."""
+        path = f"{self.folder}/part-{uuid.uuid4().hex}.parquet"
+        place = storage.join(self.uri, path)
+        system, full = storage.filesystem(place)
+        high = entries["high"].combine_chunks().cast(pa.int64())
+        value = entries["value"].combine_chunks()
+        order = pa.StructArray.from_arrays([high, pa.array(np.zeros(len(high), np.int64))], fields=list(ORDER_TYPE))
+        made = pa.table({ORDER: order, self.row_column: pa.StructArray.from_arrays([value], [self.column])})
+        with storage.access_errors(place, "can't be written"):
+            system.create_dir(full.rsplit("/", 1)[0], recursive=True)
+            pq.write_table(made, full, filesystem=system, row_group_size=GROUP_RECORDS, compression="zstd")
+        bounds = pc.min_max(high).as_py()
+        least, most = ((bounds[name] or 0, 0) for name in ("min", "max"))
+        size = storage.file_size(place)
+        return DataFile(path, size, len(made), group=self.group, min_order=least, max_order=most)
+
+
+def looked_up_places(reader: StateReader, kind: TableType, files: StateFiles, values: KeyFilter) -> Places | None:
+    """The places of the rows with one of the listed values. Other rows may be there too.
+
+    None if a file of versions lacks the index, or if the rows are anywhere in the files, so that a look-up must read all.
+    """
+    column = values.column
+    if column is None or values.values is None:
+        return None
+    own = [item for item in files.indexes if item.group == kind.table.index(column)]
+    folders = {_folder(item).rpartition("/")[0] for item in own}
+    records = sum(item.records for item in files.versions)
+    wanted = sorted(set(values.values.drop_null().to_pylist()))
+    if not own or any(_folder(item) not in folders for item in files.versions):
+        return None
+    if len(wanted) * PAGE_RECORDS >= records:
+        return None
+    highs: set[int] = set()
+    for item in own:
+        highs |= _highs(storage.join(reader.uri, item.path), f"{kind.table.row_column}.{column}", wanted)
+        if len(highs) * PAGE_RECORDS >= records:
+            return None
+    return Places(sorted(highs))
+
+
+def _highs(uri: str, path: str, wanted: Sequence[int] | Sequence[str]) -> set[int]:
+    """The places of the wanted values in a file of an index. ``wanted``: sorted."""
+    system, full = storage.filesystem(uri)
+    with storage.access_errors(uri, "can't be read"), pq.ParquetFile(full, filesystem=system) as file:
+        about = file.metadata
+        at = [about.schema.column(number).path for number in range(about.num_columns)].index(path)
+        groups: list[int] = []
+        for number in range(about.num_row_groups):
+            span = about.row_group(number).column(at).statistics
+            first = bisect_left(wanted, span.min) if span is not None and span.has_min_max else 0
+            if first < len(wanted) and (span is None or not span.has_min_max or wanted[first] <= span.max):
+                groups.append(number)
+        if not groups:
+            return set()
+        entries = file.read_row_groups(groups, columns=[f"{ORDER}.high", path]).combine_chunks()
+    name = path.removesuffix(f".{path.rpartition('.')[2]}")
+    column, high = (pc.struct_field(entries[each], [0]) for each in (name, ORDER))
+    found = high.filter(pc.is_in(column, value_set=pa.array(wanted).cast(column.type)))
+    return set(found.unique().to_pylist())
+
+
+def index_columns(files: StateFiles) -> list[str]:
+    """The columns that a state has an index of."""
+    return list(dict.fromkeys((item.group or "").split(":", 2)[2] for item in files.indexes))
+
+
+def indexes_of(files: StateFiles, versions: Sequence[DataFile]) -> list[DataFile]:
+    """The indexes of some versions, all files of a write."""
+    folders = {_folder(item) for item in versions}
+    return [item for item in files.indexes if _folder(item).rpartition("/")[0] in folders]
