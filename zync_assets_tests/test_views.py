@@ -42,7 +42,7 @@ def run(world: World, steps: Sequence[Step]) -> None:
             # As large batches are made, for a batch that is not small.
             patch.setattr(positions, "SMALL", positions.SMALL if step.small else 0)
             # Each look-up by another column than the key asks the index.
-            patch.setattr(state_index, "PAGE_RECORDS", 0)
+            patch.setattr(state_index, "SHARE", 0)
             if step.how != "once":
                 with failing_commit(after=step.how == "broken after"):
                     world.etl()

@@ -66,6 +66,11 @@ def state_equals_raw(pipeline: Pipeline, pool: str, session: Session) -> CheckRe
                 f"table {table.name}: {found.differing} keys have another row in the raw pool. Make the state again:"
                 f" {pipeline.command('rebuild', '--state')}"
             )
+        if found.unindexed:
+            problems.append(
+                f"table {table.name}: its index lacks {found.unindexed} rows, so that joins may miss them. Make the state"
+                f" again: {pipeline.command('rebuild', '--state')}"
+            )
     return conclude(STATE, pool, "error", problems, f"{rows} rows of state equal the raw pool", {"rows": rows})
 
 

@@ -17,6 +17,7 @@ from zync_assets.etl.rules.shapes import made_sql
 from zync_assets.etl.views.changes import latest_rows, record_rows, table_records
 from zync_assets.etl.views.query import same_sql
 from zync_assets.etl.views.state import StateReader, state_files
+from zync_assets.etl.views.state_index import unindexed_rows
 from zync_assets.etl.views.tables import Table, table_type
 from zync_assets.lake import staging
 from zync_assets.lake.raw import RawState
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
 
 
 class Counts(NamedTuple):
-    """``rows``: live rows of a state; ``differing``: keys with another row in the raw pool."""
+    """``rows``: live rows of a state; ``differing``: keys with another row in the raw pool; ``unindexed``: rows that an index
+    of the state lacks."""
 
     rows: int
     differing: int
+    unindexed: int = 0
 
 
 def raw_rows(spark: SparkSession, state: StagingState, raw: RawState, table: Table) -> DataFrame:
@@ -81,13 +84,14 @@ def state_counts(
     records, _ = table_records({table.name: (kind, record_rows(kind, frame, ordering))}, placeholder, small=False)
     if not records:
         return Counts(0, 0)
-    live = StateReader(spark, state.table.uri).live(kind, state_files(state, table)).where("row IS NOT NULL")
+    reader, files = StateReader(spark, state.table.uri), state_files(state, table)
+    live = reader.live(kind, files).where("row IS NOT NULL")
     live = live.selectExpr("key AS live_key", "row AS live_row")
     wanted = latest_rows(records[0], placeholder).where("row IS NOT NULL")
     both = live.join(wanted, F.expr("live_key = key"), "full_outer")
     same = same_sql("live_row", "row", kind.state_row)
     [row] = both.selectExpr("count(live_key) AS rows", f"count_if(NOT {same}) AS differing").collect()
-    return Counts(row["rows"], row["differing"])
+    return Counts(row["rows"], row["differing"], unindexed_rows(reader, kind, files))
 
 
 def differences(rows: DataFrame, staged: DataFrame, topic: str, index: int, ordering: Ordering) -> DataFrame:

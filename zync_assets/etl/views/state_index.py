@@ -46,6 +46,9 @@ GROUP_RECORDS = 2_000
 """Entries of a row group."""
 FILE_RECORDS = 1_000_000
 """Entries of a file, about."""
+SHARE = 4
+"""A look-up asks the index if it then reads one entry of so many at the most, and pages with one row of so many. Otherwise Spark
+reads the column of all rows, which takes as long."""
 
 
 def join_columns(rules: Iterable[Rule]) -> dict[str, list[str]]:
@@ -168,7 +171,17 @@ class _IndexWriter:
         made = pa.table({ORDER: order, self.row_column: pa.StructArray.from_arrays([value], [self.column])})
         with storage.access_errors(place, "can't be written"):
             system.create_dir(full.rsplit("/", 1)[0], recursive=True)
-            pq.write_table(made, full, filesystem=system, row_group_size=GROUP_RECORDS, compression="zstd")
+            # Sorted numbers, and numbers near each other, take a third of the room of a dictionary.
+            numbers = [f"{ORDER}.high", f"{ORDER}.low", *([self.path] if pa.types.is_integer(value.type) else [])]
+            pq.write_table(
+                made,
+                full,
+                filesystem=system,
+                row_group_size=GROUP_RECORDS,
+                compression="zstd",
+                use_dictionary=False,
+                column_encoding=dict.fromkeys(numbers, "DELTA_BINARY_PACKED"),
+            )
         bounds = pc.min_max(high).as_py()
         least, most = ((bounds[name] or 0, 0) for name in ("min", "max"))
         size = storage.file_size(place)
@@ -178,7 +191,7 @@ class _IndexWriter:
 def looked_up_places(reader: StateReader, kind: TableType, files: StateFiles, values: KeyFilter) -> Places | None:
     """The places of the rows with one of the listed values. Other rows may be there too.
 
-    None if a file of versions lacks the index, or if the rows are anywhere in the files, so that a look-up must read all.
+    None if a file of versions lacks the index, or if the look-up needs a large part of the rows (``SHARE``).
     """
     column = values.column
     if column is None or values.values is None:
@@ -189,18 +202,20 @@ def looked_up_places(reader: StateReader, kind: TableType, files: StateFiles, va
     wanted = sorted(set(values.values.drop_null().to_pylist()))
     if not own or any(_folder(item) not in folders for item in files.versions):
         return None
-    if len(wanted) * PAGE_RECORDS >= records:
-        return None
     highs: set[int] = set()
     for item in own:
-        highs |= _highs(storage.join(reader.uri, item.path), f"{kind.table.row_column}.{column}", wanted)
-        if len(highs) * PAGE_RECORDS >= records:
+        uri = storage.join(reader.uri, item.path)
+        found = _highs(uri, f"{kind.table.row_column}.{column}", wanted, records)
+        if found is None or len(highs := highs | found) * PAGE_RECORDS * SHARE >= records:
             return None
     return Places(sorted(highs))
 
 
-def _highs(uri: str, path: str, wanted: Sequence[int] | Sequence[str]) -> set[int]:
-    """The places of the wanted values in a file of an index. ``wanted``: sorted."""
+def _highs(uri: str, path: str, wanted: Sequence[int] | Sequence[str], records: int) -> set[int] | None:
+    """The places of the wanted values in a file of an index; None if the entries to read are many.
+
+    ``wanted``: sorted; ``records``: of the state.
+    """
     system, full = storage.filesystem(uri)
     with storage.access_errors(uri, "can't be read"), pq.ParquetFile(full, filesystem=system) as file:
         about = file.metadata
@@ -213,11 +228,31 @@ def _highs(uri: str, path: str, wanted: Sequence[int] | Sequence[str]) -> set[in
                 groups.append(number)
         if not groups:
             return set()
+        if sum(about.row_group(number).num_rows for number in groups) * SHARE > records:
+            return None
         entries = file.read_row_groups(groups, columns=[f"{ORDER}.high", path]).combine_chunks()
     name = path.removesuffix(f".{path.rpartition('.')[2]}")
     column, high = (pc.struct_field(entries[each], [0]) for each in (name, ORDER))
     found = high.filter(pc.is_in(column, value_set=pa.array(wanted).cast(column.type)))
     return set(found.unique().to_pylist())
+
+
+def unindexed_rows(reader: StateReader, kind: TableType, files: StateFiles) -> int:
+    """The number of values in versions with an index that the index lacks. Spark compares all entries."""
+    found = 0
+    for column in indexed_columns(kind, index_columns(files)):
+        own = [item for item in files.indexes if item.group == kind.table.index(column)]
+        folders = {_folder(item).rpartition("/")[0] for item in own}
+        value = kind.schema.field(kind.table.row_column).type.field(column)
+        schema = pa.schema([kind.schema.field(ORDER), pa.field(kind.table.row_column, pa.struct([value]))])
+        sides = ([item for item in files.versions if _folder(item) in folders], own)
+        names = f"{name_sql(ORDER)}.high AS high", f"{name_sql(kind.table.row_column)}.{name_sql(column)} AS value"
+        rows, entries = (
+            frames.parquet_frame(reader.spark, reader.uri, side, schema).selectExpr(*names).where("value IS NOT NULL")
+            for side in sides
+        )
+        found += rows.join(entries, ["high", "value"], "left_anti").count()
+    return found
 
 
 def index_columns(files: StateFiles) -> list[str]:

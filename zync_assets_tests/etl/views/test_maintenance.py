@@ -210,7 +210,7 @@ def test_a_document_follows_its_tables(make: Make) -> None:
 def test_random_changes(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In small batches, in large ones, in large ones that touch many keys, and in both; with folds of state between them."""
     # Each look-up by another column than the key asks the index.
-    monkeypatch.setattr(state_index, "PAGE_RECORDS", 0)
+    monkeypatch.setattr(state_index, "SHARE", 0)
     monkeypatch.setattr(state_fold, "RUNS", 4)
     if seed:
         # A large batch writes slices of about three records.
@@ -356,6 +356,10 @@ def test_a_rebuild_stages_the_differences(make: Make) -> None:
     # The state from raw is the same state.
     list(rebuild_all(edited.it.pipeline, lambda: edited.it.spark, "state"))
     assert len(edited.it.staged()) == staged
+    state = staging.open_staging(edited.it.lake, "Staging")
+    assert state is not None
+    indexed = {item.group for item in state.files if (item.group or "").startswith("#index:")}
+    assert indexed == {f"#index:{shop.topics['o']}:customer", f"#index:{shop.topics['l']}:order_id"}
     result = state_equals_raw(edited.it.pipeline, "Staging", lambda: edited.it.spark)
     assert (result.passed, result.numbers) == (True, {"rows": 8})
     edited.send("l", (2, None))

@@ -24,6 +24,7 @@ from zync_assets.etl.views.state_index import (
     indexes_of,
     join_columns,
     looked_up_places,
+    unindexed_rows,
     write_index,
 )
 from zync_assets.etl.views.tables import VERSION_TYPE, Table, TableType
@@ -93,7 +94,7 @@ def test_an_index_gives_the_places_of_all_rows_with_a_value(
     reader = reader_of(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state_index, "GROUP_RECORDS", 2)
-        patch.setattr(state_index, "PAGE_RECORDS", 0)
+        patch.setattr(state_index, "SHARE", 0)
         files = StateFiles([versions(folder, rows) for rows in runs])
         made = StateFiles(indexes=write_index(reader, KIND, files.versions, ["customer", "city"], small=True))
         found = looked_up_places(reader, KIND, files + made, listed("customer", customers))
@@ -111,7 +112,7 @@ def test_a_large_write_has_the_same_index_in_sorted_files(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_index, "FILE_RECORDS", 50)
-    monkeypatch.setattr(state_index, "PAGE_RECORDS", 0)
+    monkeypatch.setattr(state_index, "SHARE", 0)
     files = StateFiles([versions(tmp_path, [(key, key * 7 % 40, None) for key in range(200)])])
     reader = reader_of(tmp_path, spark)
     written = write_index(reader, KIND, files.versions, ["customer", "city"], small=False)
@@ -182,3 +183,14 @@ transforms:
     )
     found = join_columns(load_pipeline(path).rules)
     assert found == {"lines": ["of", "id"], "orders": ["id", "customer"]}
+
+
+def test_rows_that_an_index_lacks_are_counted(tmp_path: Path, spark: SparkSession) -> None:
+    reader = reader_of(tmp_path, spark)
+    file = versions(tmp_path, [(1, 7, "a"), (2, 8, None), 3])
+    files = StateFiles([file], indexes=write_index(reader, KIND, [file], ["customer", "city"], small=True))
+    assert unindexed_rows(reader, KIND, files) == 0
+    # Another program replaces the file of versions under its name.
+    moved = versions(tmp_path, [(1, 7, "a"), (2, 9, "b"), (4, None, "a")])
+    (tmp_path / moved.path).replace(tmp_path / file.path)
+    assert unindexed_rows(reader, KIND, files) == 3
