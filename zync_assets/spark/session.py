@@ -3,11 +3,7 @@
 ``python -m zync_assets.spark.session FOLDER`` does the work of the steps on a handful of rows. Java then archives the
 classes that it has loaded (``settings.share_classes``).
 
-A session with a JVM of this process's own.
-
-Sessions on a Spark Connect server: one that runs somewhere, or the shared one of this user on this machine.
-
-The Spark session of this process, outside Dagster.
+A server runs somewhere, or it is the shared server of this user on this machine.
 """
 
 from __future__ import annotations
@@ -51,7 +47,10 @@ INTERPRETED = 200_000
 
 
 def local_session(settings: Mapping[str, str]) -> SparkSession:
-    """The session of this process, made at the first call; SetupError if there is no Java that Spark runs on."""
+    """The session of this process, made at the first call.
+
+    SetupError if there is no Java that Spark runs on, or if the JVM runs already and lacks jars that ``settings`` name.
+    """
     from pyspark.sql import SparkSession
 
     use_this_machine()
@@ -59,7 +58,16 @@ def local_session(settings: Mapping[str, str]) -> SparkSession:
     builder = SparkSession.builder
     for name, value in settings.items():
         builder = builder.config(name, value)
-    return prepare(builder.getOrCreate())
+    session = builder.getOrCreate()
+    if jars := settings.get("spark.jars"):
+        # Spark reads the list once, as the JVM starts.
+        started = session.sparkContext.getConf().get("spark.jars", "")
+        if missing := sorted(set(jars.split(",")) - set((started or "").split(","))):
+            raise SetupError(
+                f"spark: the JVM of this process started without {Path(missing[0]).name}, which this pipeline needs. Another"
+                " pipeline of the process started the JVM: use a process for each of the two, or begin with this pipeline."
+            )
+    return prepare(session)
 
 
 def set_compiler(session: SparkSession, spark: Mapping[str, str], rows: int) -> None:

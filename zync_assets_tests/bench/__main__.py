@@ -12,6 +12,7 @@ import click
 
 from zync_assets.cli.terminal import print_rows
 from zync_assets_tests.bench import codecs
+from zync_assets_tests.bench.bucket import measure_bucket
 from zync_assets_tests.bench.etl import measure_etl
 from zync_assets_tests.bench.history import measure_history
 from zync_assets_tests.bench.idle import measure_idle
@@ -36,6 +37,7 @@ STEPS: dict[str, Callable[[World], Iterator[dict[str, object]]]] = {
     "publish": measure_publish,
     "increment": measure_increment,
     "events": measure_events,
+    "bucket": measure_bucket,
     "idle": measure_idle,
     "latency": measure_latency,
     "topics": measure_topics,

@@ -21,7 +21,7 @@ from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import raw, storage
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import HEADERS_TYPE, KAFKA_TYPE, RangeWriter, raw_schema
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Format, Pipeline
 
 EPOCH = 1_700_000_000_000
 SLICE = 100_000
@@ -120,9 +120,16 @@ def envelopes(numbers: np.ndarray[Any, Any]) -> pa.Array:
 
 
 def fill_topic(
-    pipeline: Pipeline, topic: str, partitions: int, records: int, schema: dict[str, Any], columns: Columns
+    pipeline: Pipeline,
+    topic: str,
+    partitions: int,
+    records: int,
+    schema: dict[str, Any],
+    columns: Columns,
+    format: Format = "avro",
 ) -> None:
-    """Fill a topic with ``records`` records, the same number in each partition. A full topic stays as it is."""
+    """Fill a topic with ``records`` records, the same number in each partition. A full topic stays as it is.
+    ``format``: of the values; keys are texts."""
     share = records // partitions
     found = topic_states(pipeline.kafka, [topic]).get(topic)
     if found is not None:
@@ -132,8 +139,9 @@ def fill_topic(
         delete_topic(pipeline.kafka, topic)
     create_topic(pipeline.kafka, topic, partitions, 1, {"retention.ms": "-1"})
     assert pipeline.registry is not None
-    number = Registry(pipeline.registry).register(f"{topic}-value", json.dumps(schema))
-    encoder = make_encoder("avro", json.dumps(schema), number)
+    text = json.dumps(schema)
+    number = Registry(pipeline.registry).register(f"{topic}-value", text) if format == "avro" else None
+    encoder = make_encoder(format, text, number)
     producer = Producer({**pipeline.kafka, "linger.ms": "20", "queue.buffering.max.messages": "1000000"})
     for partition in range(partitions):
         for numbers in _slices(partition * share, (partition + 1) * share):

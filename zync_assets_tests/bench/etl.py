@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 
+from zync_assets import pipeline_file
 from zync_assets.lake import raw, storage
 from zync_assets.pipeline import Pipeline
 from zync_assets.runner import etl_all
+from zync_assets.spark.session import spark_session
 from zync_assets_tests.bench.data import EPOCH, Known, append_raw, opened_raw, record, texts
 from zync_assets_tests.bench.table import time_row
 from zync_assets_tests.bench.world import TASKS, World
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 REST = """
 inputs:
@@ -120,7 +127,7 @@ def _append(
 def measure_etl(world: World) -> Iterator[dict[str, object]]:
     """600,000 and 4.5 million raw records: a third joined with a third, a third updates."""
     # The larger one first: one round of the smaller does not warm a JVM.
-    for records, goal in ((4_500_000, "≤ 4, 3 if it can be"), (600_000, "≤ 2 s")):
+    for records, goal, first_goal in ((4_500_000, "≤ 2.5", "≤ 5"), (600_000, "≤ 2 s", "")):
         records = world.sized(records)
         pipeline = world.pipeline(f"etl-{records}", REST)
         world.empty(pipeline)
@@ -129,16 +136,37 @@ def measure_etl(world: World) -> Iterator[dict[str, object]]:
             f"etl, {records}",
             {
                 "ours": lambda pipeline=pipeline, records=records: _ours(world, pipeline, records),
+                "first": lambda pipeline=pipeline, records=records: _first(world, pipeline, records),
                 "reference": lambda pipeline=pipeline, records=records: reference(world, pipeline, records),
             },
         )
         world.empty(pipeline)
         yield time_row("etl", f"{records:,} raw records", found["ours"], found["reference"], goal)
+        work = f"{records:,} raw records, first of a session"
+        yield time_row("etl", work, found["first"], found["reference"], first_goal)
 
 
 def _ours(world: World, pipeline: Pipeline, records: int) -> float:
     world.empty(pipeline, "Staging")
-    spark = world.spark(pipeline)
+    return etl_seconds(pipeline, world.spark(pipeline), records)
+
+
+def _first(world: World, pipeline: Pipeline, records: int) -> float:
+    world.empty(pipeline, "Staging")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(first_etl_seconds, pipeline.path, records).result()
+
+
+def first_etl_seconds(path: Path, records: int) -> float:
+    """Seconds of the first batch of a Spark session. The session runs, and has done a job."""
+    pipeline = pipeline_file.load(path)
+    spark = spark_session(pipeline.spark, long=True)
+    spark.range(1).count()
+    return etl_seconds(pipeline, spark, records)
+
+
+def etl_seconds(pipeline: Pipeline, spark: SparkSession, records: int) -> float:
+    """Seconds of one ETL of all ``records``, which must give an output for two of three."""
     started = time.monotonic()
     made = 0
     for commit in etl_all(pipeline, lambda: spark):

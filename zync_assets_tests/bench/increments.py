@@ -75,28 +75,29 @@ def measure_commits(world: World) -> Iterator[dict[str, object]]:
 def measure_events(world: World) -> Iterator[dict[str, object]]:
     """2,000 new records after 0.6 million, with the features of events and without."""
     history = History("0.6 million", 600_000)
-    made = {
-        work: _Growing(world, history, text, f"events-{place}") for place, (work, text) in enumerate(EVENTS.items())
-    }
+    made = {work: Growing(world, history, text, f"events-{place}") for place, (work, text) in enumerate(EVENTS.items())}
     found = world.rounds.measure(f"events, {world.scale}", {work: growing.increment for work, growing in made.items()})
     for work in EVENTS:
         yield time_row("events", f"{NEW:,} with {work}", found[work], found["none of it"], "≤ 1.2")
 
 
 def _measure(world: World, step: str, histories: tuple[History, ...], goal: str) -> Iterator[dict[str, object]]:
-    made = {history.work: _Growing(world, history) for history in histories}
+    made = {history.work: Growing(world, history) for history in histories}
     found = world.rounds.measure(f"{step}, {world.scale}", {work: growing.increment for work, growing in made.items()})
     least = found[histories[0].work]
     for history in histories:
         yield time_row(step, f"{NEW:,} after {history.work}", found[history.work], least, goal)
 
 
-class _Growing:
+class Growing:
     """A lake with a history, made when it is first needed, which each increment makes longer by NEW records."""
 
-    def __init__(self, world: World, history: History, text: str = REST, name: str = "increment") -> None:
+    def __init__(
+        self, world: World, history: History, text: str = REST, name: str = "increment", lake: str | None = None
+    ) -> None:
         self.world, self.history = world, history
-        self.pipeline = world.pipeline(f"{name}-{history.work.replace(' ', '-').replace(',', '')}-{world.scale}", text)
+        name = f"{name}-{history.work.replace(' ', '-').replace(',', '')}-{world.scale}"
+        self.pipeline = world.pipeline(name, text, lake=lake)
         self.invoice = 0
 
     def increment(self) -> float:

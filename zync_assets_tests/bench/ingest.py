@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from zync_assets.pipeline import Pipeline
+from zync_assets.codecs.avro.schema import parse
+from zync_assets.codecs.avro.types import lake_type
+from zync_assets.codecs.spark_types import spark_ddl
+from zync_assets.pipeline import Format, Pipeline
 from zync_assets.runner import ingest_all
 from zync_assets_tests.bench import data
 from zync_assets_tests.bench.references import consume
@@ -23,23 +27,31 @@ transforms:
 """
 
 
+AVRO = "value-format: avro"
+CONNECT = "value-format: connect-json"
+
+
 def measure_ingest(world: World) -> Iterator[dict[str, object]]:
-    """5 million records of 8 fields in one partition and over 8, and 2 million envelopes."""
+    """5 million records of 8 fields in one partition and over 8, and 2 million envelopes in each format."""
     million = 1_000_000
-    cases: list[tuple[str, int, int, dict[str, Any], data.Columns, float]] = [
-        ("8 fields, 1 partition", 1, 5 * million, data.ORDER, data.orders, 0.6),
-        ("8 fields, 8 partitions", 8, 5 * million, data.ORDER, data.orders, 0.6),
-        ("Debezium envelopes", 1, 2 * million, data.ENVELOPE, data.envelopes, 0.4),
+    typed = f"value-format: json, value-schema: '{spark_ddl(lake_type(parse(json.dumps(data.ENVELOPE))))}'"
+    cases: list[tuple[str, int, int, dict[str, Any], data.Columns, float, Format, str]] = [
+        ("8 fields, 1 partition", 1, 5 * million, data.ORDER, data.orders, 0.6, "avro", AVRO),
+        ("8 fields, 8 partitions", 8, 5 * million, data.ORDER, data.orders, 0.6, "avro", AVRO),
+        ("Debezium envelopes", 1, 2 * million, data.ENVELOPE, data.envelopes, 0.4, "avro", AVRO),
+        ("envelopes, Connect JSON", 1, 2 * million, data.ENVELOPE, data.envelopes, 0.3, "connect-json", CONNECT),
+        ("envelopes, JSON with a schema", 1, 2 * million, data.ENVELOPE, data.envelopes, 0.3, "json", typed),
     ]
-    for work, partitions, records, schema, columns, goal in cases:
+    for work, partitions, records, schema, columns, goal, format, side in cases:
         records = world.sized(records)
-        topic = f"bench-{schema['name'].lower()}s-{partitions}-{records}"
-        pipeline = world.pipeline(topic, REST.format(topic=topic))
-        data.fill_topic(pipeline, topic, partitions, records, schema, columns)
+        kind = "" if format == "avro" else f"{format}-"
+        topic = f"bench-{kind}{schema['name'].lower()}s-{partitions}-{records}"
+        pipeline = world.pipeline(topic, REST.format(topic=topic).replace(AVRO, side))
+        data.fill_topic(pipeline, topic, partitions, records, schema, columns, format)
         found = world.rounds.measure(
             f"ingest, {work}, {records}",
             {
-                "ours": lambda pipeline=pipeline, records=records: _ours(world, pipeline, records),
+                "ours": lambda pipeline=pipeline, records=records: ingest_once(world, pipeline, records),
                 "reference": lambda topic=topic, partitions=partitions, records=records: bare_read(
                     world, topic, partitions, records
                 ),
@@ -49,7 +61,7 @@ def measure_ingest(world: World) -> Iterator[dict[str, object]]:
         yield rate_row("ingest", f"{records:,} × {work}", records, found["ours"], found["reference"], goal)
 
 
-def _ours(world: World, pipeline: Pipeline, records: int) -> float:
+def ingest_once(world: World, pipeline: Pipeline, records: int) -> float:
     world.empty(pipeline)
     spark = world.spark(pipeline)
     started = time.monotonic()

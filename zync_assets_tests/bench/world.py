@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Generator
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zync_assets import pipeline_file
-from zync_assets.lake import tables
+from zync_assets.lake import storage, tables
 from zync_assets.local import services
 from zync_assets.pipeline import Pipeline
 from zync_assets.spark.session import spark_session
@@ -42,23 +41,26 @@ class World:
         """That many records, times the scale that was asked for; even over 8 partitions."""
         return max(8, int(records * self.scale) // 8 * 8)
 
-    def pipeline(self, name: str, rest: str, spark: str = f'master: "local[{TASKS}]"') -> Pipeline:
-        """A pipeline with its lake in this world's folder; ``rest``: its inputs, outputs and transforms."""
+    def pipeline(
+        self, name: str, rest: str, spark: str = f'master: "local[{TASKS}]"', lake: str | None = None
+    ) -> Pipeline:
+        """A pipeline. ``rest``: its inputs, outputs and transforms; ``lake``: as in its file, default in this world's folder."""
+        lake = lake or str(self.folder / "lakes" / name)
         path = self.folder / f"{name}.yaml"
         path.write_text(
             f'name: {name}\nkafka: {{bootstrap.servers: "{self.services.bootstrap_servers}"}}\n'
-            f'registry: {{url: "{self.services.registry_url}"}}\nlake: {self.folder / "lakes" / name}\nsettle: 1\n'
+            f'registry: {{url: "{self.services.registry_url}"}}\nlake: {lake}\nsettle: 1\n'
             f"spark: {{{spark}}}\n{rest}"
         )
         return pipeline_file.load(path)
 
     def spark(self, pipeline: Pipeline) -> SparkSession:
-        return spark_session(pipeline.spark, long=True)
+        return spark_session(pipeline.spark, pipeline.lake, long=True)
 
     def empty(self, pipeline: Pipeline, pool: str = "") -> None:
         """Remove a pipeline's lake, or one pool of it."""
         for folder in ("", "~published", "~quarantine"):
-            shutil.rmtree(Path(pipeline.lake, folder, pool), ignore_errors=True)
+            storage.remove_folder(storage.join(pipeline.lake, *filter(None, (folder, pool))))
         tables.forget(pipeline.lake)
 
 
