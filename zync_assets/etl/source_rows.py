@@ -40,6 +40,8 @@ Mask = npt.NDArray[np.bool_]
 _NEVER = np.iinfo(np.int64).max
 _BUCKET = 40
 """Bits of a result row's number within its bucket."""
+_SLOT_BITS = 22
+"""Bits of a row's slot at most: 32 MiB of numbers."""
 
 
 def row_sql(topic: str, key: DataType) -> str:
@@ -117,13 +119,20 @@ class RowTimes:
 
     def in_question(self) -> Rows:
         """The rows with a single record before the output that completes a pending record of the row."""
-        pending, index = np.unique(self.pending, return_inverse=True)
-        if not len(pending) or not len(self.single):
+        # Rows share slots. A slot's latest output excludes nearly all rows, in a tenth of the time of a sort.
+        slots = 1 << min(_SLOT_BITS, (4 * len(self.pending)).bit_length())
+        latest = np.full(slots, -1)
+        np.maximum.at(latest, self.pending & (slots - 1), self.until)
+        near = self.at < latest[self.single & (slots - 1)]
+        single, at = self.single[near], self.at[near]
+        near = np.isin(self.pending, single)
+        if not near.any():
             return np.array([], np.int64)
+        pending, index = np.unique(self.pending[near], return_inverse=True)
         until = np.full(len(pending), -1)
-        np.maximum.at(until, index, self.until)
-        place = np.minimum(np.searchsorted(pending, self.single), len(pending) - 1)
-        return np.unique(self.single[(pending[place] == self.single) & (self.at < until[place])])
+        np.maximum.at(until, index, self.until[near])
+        place = np.minimum(np.searchsorted(pending, single), len(pending) - 1)
+        return np.unique(single[(pending[place] == single) & (at < until[place])])
 
 
 def joined(each: Sequence[RowTimes]) -> RowTimes:

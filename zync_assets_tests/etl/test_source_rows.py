@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zync_assets.etl.account import Labels, Sources
 from zync_assets.etl.hold import decide
@@ -41,6 +43,18 @@ def test_only_rows_with_a_change_before_their_completion_are_in_question() -> No
     found = joined([times([(1, 5), (2, 9), (2, 3)], [(1, 6)]), times([], [(2, 4), (3, 1)])])
     assert found.in_question().tolist() == [2]
     assert joined([]).in_question().tolist() == []
+
+
+PLACES = st.tuples(st.integers(-4, 4).map(lambda row: row << 3), st.integers(0, 9))
+"""A source row, whose lowest bits are those of other rows, and a number."""
+
+
+@given(st.lists(PLACES, max_size=8), st.lists(PLACES, max_size=8))
+def test_rows_in_question_do_not_depend_on_rows_of_the_same_slot(
+    pending: list[tuple[int, int]], single: list[tuple[int, int]]
+) -> None:
+    found = times(pending, single).in_question().tolist()
+    assert found == sorted({row for row, at in single if any(row == other and at < end for other, end in pending)})
 
 
 ORDER = pa.struct([("high", pa.int64()), ("place", pa.int32())])
