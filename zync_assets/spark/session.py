@@ -121,8 +121,9 @@ def start_jvm(settings: Mapping[str, str]) -> None:
     if private("pyspark", "pyspark.SparkContext", "_gateway") is None:
         start: Any = private("pyspark", "pyspark.SparkContext", "_ensure_initialized")
         # The JVM hands its environment on to the Python workers that it starts.
-        with _variables(python_environment()), _filtered_stderr() as stderr:
-            start(gateway=launch_gateway(public, {"stderr": stderr}))
+        # The JVM ends later than this process. Who reads this process's stdout to its end does not wait for the JVM.
+        with _variables(python_environment()), _filtered_output() as output:
+            start(gateway=launch_gateway(public, {"stdout": output, "stderr": output}))
 
 
 @contextmanager
@@ -141,11 +142,11 @@ def _variables(values: Mapping[str, str]) -> Generator[None]:
 
 
 @contextmanager
-def _filtered_stderr() -> Generator[int]:
-    """A file descriptor for the stderr of a process that is started within. A thread copies the process's lines to this
+def _filtered_output() -> Generator[int]:
+    """A file descriptor for the output of a process that is started within. A thread copies the process's lines to this
     process's stderr, but for _JUNK, until the process ends."""
     source, sink = os.pipe()
-    threading.Thread(target=_copy, args=(source,), name="stderr of Spark's JVM", daemon=True).start()
+    threading.Thread(target=_copy, args=(source,), name="output of Spark's JVM", daemon=True).start()
     try:
         yield sink
     finally:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,3 +25,25 @@ def test_a_jvm_that_lacks_the_jars_of_a_pipeline_is_an_error(spark: SparkSession
     }
     with pytest.raises(SetupError, match=r"JVM of this process started without hadoop-aws-3\.4\.2\.jar.*begin with"):
         session_with(settings)
+
+
+START = """
+import sys
+from zync_assets.spark.session import spark_session
+spark = spark_session({"master": "local[1]"})
+print(spark.sparkContext._gateway.proc.pid, flush=True)
+spark._jvm.System.out.println("a word of Java's")
+sys.stdin.read()
+"""
+
+
+def test_who_reads_the_output_of_a_process_does_not_wait_for_its_jvm() -> None:
+    command = [sys.executable, "-c", START]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        java = int(process.stdout.readline())
+        outputs = [Path(f"/proc/{pid}/fd/1").readlink() for pid in (process.pid, java)]
+        rest, errors = process.communicate("")
+    assert outputs[0] != outputs[1]
+    assert (rest, "a word of Java's" in errors) == ("", True)
