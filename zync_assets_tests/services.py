@@ -62,8 +62,12 @@ def services() -> Iterator[Services]:
 @pytest.fixture(scope="session")
 def spark() -> SparkSession:
     """The run's one Spark session, made by the code that is tested; pipelines in this process share it."""
+    from zync_assets.local.java import find_java
     from zync_assets.spark.session import spark_session
+    from zync_assets.spark.settings import archive_classes
 
+    # Hundreds of commands of the run start quicker then.
+    archive_classes(find_java())
     return spark_session(SPARK)
 
 

@@ -8,11 +8,13 @@ A file with Spark's loaded classes. With the file, a session starts in half the 
 This is application class-data sharing with a dynamic archive (JEP 350). With ``-XX:ArchiveClassesAtExit`` a JVM writes
 its loaded classes to the archive. With ``-XX:SharedArchiveFile`` a JVM maps the archive. An archive fits one JVM and
 one list of jars; another JVM ignores the archive. Each machine creates the archive once, in a session that runs ingest
-and ETL on a handful of rows. The archive (170 MB) lies beside the jars of the services.
+and ETL on a handful of rows. The archive (170 MB) lies beside the jars of the services. ``python -m
+zync_assets.spark.settings`` makes the archive in the background.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.util
 import logging
@@ -22,19 +24,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
 from zync_assets.lake import storage
+from zync_assets.local import processes
 from zync_assets.local.java import cache_dir, find_java, spark_s3_jars
 from zync_assets.local.processes import python_environment
 from zync_assets.pipeline import SHARED
 from zync_assets.spark.sql import MOST_IN
-
-if TYPE_CHECKING:
-    pass
 
 SECRET = "(?i)secret|password|passphrase|token|credential|access[._-]?key|account[._-]?key|sas[._-]"
 """Spark properties whose names say that they hold a secret: never on a command line, nor in Spark's log and pages."""
@@ -132,33 +132,60 @@ _log = logging.getLogger(__name__)
 
 
 def share_classes(java: Path) -> None:
-    """Have the next JVM that this process starts for Spark use the archive, which is made first where there is none.
+    """Have the next JVM that this process starts for Spark use the archive.
 
-    ``java`` is the executable that Spark runs on. Never fails: without an archive Spark starts more slowly.
+    Without an archive Spark starts two seconds later, and a process in the background makes the archive once this process has
+    ended. ``java`` is the executable that Spark runs on. Never fails.
     """
     options = os.environ.get(_OPTIONS, "")
     if "SharedArchiveFile" in options or "ArchiveClassesAtExit" in options or "-Xshare" in options:
         return
-    archive = _class_archive(java)
+    try:
+        archive = _known_archive(java)
+    except OSError as error:
+        _log.info("Spark starts without an archive of its classes: %s", error)
+        return
     if archive is not None:
         os.environ[_OPTIONS] = f"{options} -XX:SharedArchiveFile={archive} {_QUIET}".strip()
+    elif not _is_impossible(java):
+        atexit.unregister(_archive_later)
+        atexit.register(_archive_later)
 
 
-def _class_archive(java: Path) -> Path | None:
-    try:
-        name = archive_name(java)
-        folder = cache_dir()
-        if name is None or (folder / f"{name}.failed").exists():
-            return None
+def archive_classes(java: Path) -> None:
+    """Make the archive, unless it is there or can't be made here. Waits for another process that makes the archive."""
+    name, folder = archive_name(java), cache_dir()
+    if name is None or _is_impossible(java):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(Timeout), FileLock(folder / f"{name}.lock", timeout=_PATIENCE):
         if find_archive(folder, name) is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / f"{name}.lock", timeout=_PATIENCE):
-                if find_archive(folder, name) is None:
-                    _make(folder, name)
-        return find_archive(folder, name)
-    except (OSError, Timeout) as error:
-        _log.info("Spark starts without an archive of its classes: %s", error)
-        return None
+            _make(folder, name)
+
+
+def _known_archive(java: Path) -> Path | None:
+    name = archive_name(java)
+    return None if name is None else find_archive(cache_dir(), name)
+
+
+def _is_impossible(java: Path) -> bool:
+    """Whether an attempt to make the archive failed."""
+    name = archive_name(java)
+    return name is None or (cache_dir() / f"{name}.failed").exists()
+
+
+def _archive_later() -> None:
+    """Start a process that makes the archive. It takes only the time that other processes leave."""
+    folder = cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        processes.spawn([sys.executable, "-m", __name__], cwd=folder, log=folder / "spark-classes.log")
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.info("no archive of Spark's classes: %s", error)
+    else:
+        print(
+            "Spark's classes are archived in the background, once on this machine, for quicker starts.", file=sys.stderr
+        )
 
 
 def find_archive(folder: Path, name: str) -> Path | None:
@@ -210,3 +237,8 @@ def _make(folder: Path, name: str) -> None:
         except (OSError, subprocess.SubprocessError) as error:
             _log.info("no archive of Spark's classes can be made here: %s", error)
             (folder / f"{name}.failed").touch()
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    archive_classes(find_java())

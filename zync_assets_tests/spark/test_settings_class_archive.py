@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +13,7 @@ import pytest
 
 from zync_assets.local.java import cache_dir, find_java
 from zync_assets.spark import session, settings
-from zync_assets.spark.settings import archive_name, find_archive, share_classes
+from zync_assets.spark.settings import archive_classes, archive_name, find_archive, share_classes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -51,10 +54,43 @@ def test_where_none_can_be_made_spark_starts_without(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("SPARK_SUBMIT_OPTS", "-Dmine=1")
     monkeypatch.setattr(settings.sys, "executable", "/nowhere/python")
+    archive_classes(find_java())
+    monkeypatch.setattr(settings.subprocess, "run", None)  # a second try would fail the test
+    archive_classes(find_java())
+    monkeypatch.setattr(settings.atexit, "register", None)
     share_classes(find_java())
     assert os.environ["SPARK_SUBMIT_OPTS"] == "-Dmine=1"
-    monkeypatch.setattr(settings.subprocess, "run", None)  # a second try would fail the test
-    share_classes(find_java())
+
+
+START = """
+import sys
+from pathlib import Path
+from zync_assets.spark.session import spark_session
+spark = spark_session({"master": "local[1]"})
+maps = Path(f"/proc/{spark.sparkContext._gateway.proc.pid}/maps").read_text()
+print("spark-classes-" in maps)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_session_does_not_wait_for_the_archive(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "SPARK_SUBMIT_OPTS"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
+
+    def started() -> tuple[str, str]:
+        command = [sys.executable, "-c", START]
+        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        return done.stdout, done.stderr
+
+    notice = "Spark's classes are archived in the background, once on this machine, for quicker starts.\n"
+    output, errors = started()
+    assert output == "False\n" and errors.endswith(notice)
+    deadline = time.monotonic() + 150
+    while not list(tmp_path.glob("zync/*.jsa")):
+        assert time.monotonic() < deadline, (tmp_path / "zync" / "spark-classes.log").read_text()
+        time.sleep(0.1)
+    output, errors = started()
+    assert output == "True\n" and "archived" not in errors
 
 
 @pytest.mark.parametrize("given", ["-Xshare:off", "-XX:SharedArchiveFile=/mine.jsa"])
