@@ -170,6 +170,50 @@ _PARTS = 8
 """Into so many parts an array is cut when one of its values fails: few tries for one bad value, and few if all are."""
 
 
+_UNKNOWN = 255
+_SEXTETS: npt.NDArray[np.uint8] = np.full(256, _UNKNOWN, np.uint8)
+for _at, _letter in enumerate(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"):
+    _SEXTETS[_letter] = _at
+_PADDING = ord("=")
+
+
+def base64_bytes(array: pa.Array, valid: Mask | None, *, empty_is_odd: bool = False) -> tuple[pa.Array, Mask]:
+    """The bytes of base64 texts with padding (RFC 4648, section 4), and which texts are odd: no such base64.
+
+    All at once: four characters become three bytes, wherever their text begins. ``empty_is_odd``: whether a text without
+    characters is odd, too.
+    """
+    count = len(array)
+    present = np.ones(count, np.bool_) if valid is None else valid
+    lengths = pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    odd = present & ((lengths % 4 != 0) | ((lengths == 0) & empty_is_odd))
+    lengths[odd] = 0
+    # A truncated text would shift the texts after it. It is read as empty.
+    texts = pc.if_else(pa.array(present & ~odd), array, "").cast(pa.binary())
+    letters = np.frombuffer(texts.buffers()[2] or b"", np.uint8)[: lengths.sum()]
+    ends = np.cumsum(lengths)
+    padding = np.zeros(count, np.int64)
+    nonempty = lengths > 0
+    has_padding = letters[ends[nonempty] - 1] == _PADDING
+    padding[nonempty] = has_padding.astype(np.int64) + (has_padding & (letters[ends[nonempty] - 2] == _PADDING))
+    sextets = _SEXTETS[letters]
+    padding_places = np.concatenate([ends[padding >= place] - place for place in (1, 2)])
+    sextets[padding_places] = 0
+    is_unknown = sextets == _UNKNOWN
+    if is_unknown.any():
+        unknown = np.concatenate([[0], np.cumsum(is_unknown)])
+        odd |= unknown[ends] > unknown[ends - lengths]
+    quads = sextets.reshape(-1, 4).astype(np.uint32)
+    whole = (quads[:, 0] << 18) | (quads[:, 1] << 12) | (quads[:, 2] << 6) | quads[:, 3]
+    data = np.column_stack([whole >> 16, (whole >> 8) & 255, whole & 255]).astype(np.uint8).ravel()
+    mask = np.ones(len(data), np.bool_)
+    mask[np.concatenate([(ends // 4 * 3)[padding >= place] - place for place in (1, 2)])] = False
+    offsets = np.zeros(count + 1, np.int32)
+    np.cumsum(lengths // 4 * 3 - padding, out=offsets[1:])
+    buffers = [validity_buffer(present & ~odd), pa.py_buffer(offsets), pa.py_buffer(data[mask])]
+    return pa.Array.from_buffers(pa.binary(), count, buffers), odd
+
+
 def isolate(
     array: pa.Array, convert: Callable[[pa.Array], pa.Array], errors: type[Exception] | tuple[type[Exception], ...]
 ) -> tuple[pa.Array, dict[int, str]]:

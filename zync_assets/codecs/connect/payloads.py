@@ -25,11 +25,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.json as pj
 
-from zync_assets.codecs.arrays import Mask, is_valid, list_of, list_parts, pc, struct_of, validity_buffer
+from zync_assets.codecs.arrays import Mask, base64_bytes, is_valid, list_of, list_parts, pc, struct_of
 from zync_assets.codecs.connect.schema import Connect, nested_type, plain_type
 from zync_assets.codecs.json.values import Read, expect, fraction, integer_reader
 
@@ -108,7 +107,7 @@ def _plain(node: Connect, array: pa.Array) -> tuple[pa.Array, Mask]:
         before = np.concatenate([[0], np.cumsum(wrong)])
         return list_of(plain_type(node), offsets, items, valid), before[offsets[1:]] > before[offsets[:-1]]
     if node.kind == "bytes":
-        return _unbase64(array, valid, empty_is_odd=node.logical is not None)
+        return base64_bytes(array, valid, empty_is_odd=node.logical is not None)
     odd = np.zeros(count, np.bool_)
     if node.kind in ("float", "double"):
         odd = pc.invert(pc.is_finite(array)).fill_null(False).to_numpy(zero_copy_only=False)
@@ -123,44 +122,6 @@ def _says_more(node: Connect, column: pa.Array, parent: Mask | None) -> Mask:
         return np.zeros(len(column), np.bool_)
     nulls = column.is_null().to_numpy(zero_copy_only=False)
     return nulls if parent is None else nulls & parent
-
-
-_UNKNOWN = 255
-_SEXTETS: npt.NDArray[np.uint8] = np.full(256, _UNKNOWN, np.uint8)
-for _at, _letter in enumerate(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"):
-    _SEXTETS[_letter] = _at
-_PADDING = ord("=")
-
-
-def _unbase64(array: pa.Array, valid: Mask | None, *, empty_is_odd: bool) -> tuple[pa.Array, Mask]:
-    """Base64 with its padding, all at once: four characters become three bytes, wherever their text begins."""
-    count = len(array)
-    present = np.ones(count, np.bool_) if valid is None else valid
-    lengths = pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    odd = present & ((lengths % 4 != 0) | ((lengths == 0) & empty_is_odd))
-    lengths[odd] = 0
-    # A truncated text would shift the texts after it. It is read as empty.
-    texts = pc.if_else(pa.array(present & ~odd), array, "").cast(pa.binary())
-    letters = np.frombuffer(texts.buffers()[2] or b"", np.uint8)[: lengths.sum()]
-    ends = np.cumsum(lengths)
-    padding = np.zeros(count, np.int64)
-    nonempty = lengths > 0
-    has_padding = letters[ends[nonempty] - 1] == _PADDING
-    padding[nonempty] = has_padding.astype(np.int64) + (has_padding & (letters[ends[nonempty] - 2] == _PADDING))
-    sextets = _SEXTETS[letters]
-    padding_places = np.concatenate([ends[padding >= place] - place for place in (1, 2)])
-    sextets[padding_places] = 0
-    unknown = np.concatenate([[0], np.cumsum(sextets == _UNKNOWN)])
-    odd |= unknown[ends] > unknown[ends - lengths]
-    quads = sextets.reshape(-1, 4).astype(np.uint32)
-    whole = (quads[:, 0] << 18) | (quads[:, 1] << 12) | (quads[:, 2] << 6) | quads[:, 3]
-    data = np.column_stack([whole >> 16, (whole >> 8) & 255, whole & 255]).astype(np.uint8).ravel()
-    mask = np.ones(len(data), np.bool_)
-    mask[np.concatenate([(ends // 4 * 3)[padding >= place] - place for place in (1, 2)])] = False
-    offsets = np.zeros(count + 1, np.int32)
-    np.cumsum(lengths // 4 * 3 - padding, out=offsets[1:])
-    buffers = [validity_buffer(present & ~odd), pa.py_buffer(offsets), pa.py_buffer(data[mask])]
-    return pa.Array.from_buffers(pa.binary(), count, buffers), odd
 
 
 _MISSING = object()

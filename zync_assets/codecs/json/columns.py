@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 
-from zync_assets.codecs.arrays import Mask, is_valid, list_of, list_parts, pc, struct_of
+from zync_assets.codecs.arrays import Mask, base64_bytes, is_valid, list_of, list_parts, pc, struct_of
 from zync_assets.codecs.json.values import json_reader, scalar_reader
 
 # pyarrow.compute makes its functions when it is imported: no checker sees them.
@@ -37,9 +37,11 @@ _AN_OBJECT = rb"(?s)\A[ \t\r\n]*\{.*\}[ \t\r\n]*\z"
 """A text that begins and ends so can't run on into the next: nowhere but between two documents may ``}`` be followed by
 ``{``, and strings hold no line feeds. So as many rows as texts means a row a text."""
 _DOUBTFUL = rb"NaN|Infinity|[0-9]{1000}"
-_DOUBTFUL_DECIMAL = rb"[eE]-[0-9]{6}|\\u00(3[0-9]|[46]5|2[bBdD])"
+_DOUBTFUL_DECIMAL = _DOUBTFUL + rb"|[eE]-[0-9]{6}|\\u00(3[0-9]|[46]5|2[bBdD])"
 """pyarrow ends the process over a decimal such as 1e-9999999, as a number or in a string, where any character may be escaped."""
 _DEEP = 400
+_USUAL_TIME = r"\A[1-9][0-9]{3}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{3}|\.[0-9]{6})?Z\z"
+"""A timestamp as most programs write it, of this age. pyarrow has a year 0, and Python does not."""
 
 
 @lru_cache(maxsize=1024)
@@ -86,13 +88,30 @@ def _has_decimals(type: pa.DataType) -> bool:
 
 
 def _is_plain(payloads: pa.Array, decimals: bool) -> Mask:
-    good = pc.match_substring_regex(payloads, _AN_OBJECT)
-    good = pc.and_(good, pc.invert(pc.match_substring_regex(payloads, _DOUBTFUL)))
-    if decimals:
-        good = pc.and_(good, pc.invert(pc.match_substring_regex(payloads, _DOUBTFUL_DECIMAL)))
-    brackets = pc.add(pc.count_substring(payloads, b"["), pc.count_substring(payloads, b"{"))
-    good = pc.and_(good, pc.less(brackets, _DEEP))
-    return good.fill_null(False).to_numpy(zero_copy_only=False)
+    good = _is_object(payloads)
+    doubtful = pc.match_substring_regex(payloads, _DOUBTFUL_DECIMAL if decimals else _DOUBTFUL)
+    good &= ~doubtful.fill_null(True).to_numpy(zero_copy_only=False)
+    # A document with so deep a nesting has as many closing brackets.
+    long = np.flatnonzero(pc.greater_equal(pc.binary_length(payloads), 2 * _DEEP).fill_null(False))
+    texts = payloads.take(pa.array(long))
+    brackets = pc.add(pc.count_substring(texts, b"["), pc.count_substring(texts, b"{"))
+    good[long] &= brackets.to_numpy() < _DEEP
+    return good
+
+
+def _is_object(payloads: pa.Array) -> Mask:
+    """Whether the texts match ``_AN_OBJECT``. The pattern is tried on texts with white space alone."""
+    count = len(payloads)
+    _, ends, data = payloads.buffers()
+    bounds = np.frombuffer(ends, np.int32)[payloads.offset : payloads.offset + count + 1]
+    letters = np.frombuffer(data or b"", np.uint8)
+    found = np.zeros(count, np.bool_)
+    rows = np.flatnonzero(np.diff(bounds) > 1)
+    found[rows] = (letters[bounds[rows]] == ord("{")) & (letters[bounds[rows + 1] - 1] == ord("}"))
+    others = np.flatnonzero(~found)
+    matches = pc.match_substring_regex(payloads.take(pa.array(others)), _AN_OBJECT)
+    found[others] = matches.fill_null(False).to_numpy(zero_copy_only=False)
+    return found & payloads.is_valid().to_numpy(zero_copy_only=False)
 
 
 def _read_texts(type: pa.DataType, texts: pa.Array) -> tuple[pa.Array, Mask]:
@@ -164,9 +183,29 @@ def _typed_column(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
     if kinds.is_string(type):
         array.validate(full=True)
         return array, odd
-    if kinds.is_binary(type) or kinds.is_date(type) or kinds.is_timestamp(type):
+    if kinds.is_binary(type):
+        return base64_bytes(array, valid)
+    if kinds.is_timestamp(type):
+        return _time_column(type, array)
+    return _scalar_column(type, array) if kinds.is_date(type) else (array, odd)
+
+
+def _time_column(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
+    """As ``_scalar_column``, for timestamps. pyarrow reads texts of the usual form, a hundred times as fast."""
+    usual = pc.match_substring_regex(array, _USUAL_TIME)
+    try:
+        values = pc.if_else(usual, array, pa.scalar(None, pa.string())).cast(pa.timestamp("us", "UTC")).cast(type)
+    except ValueError:
         return _scalar_column(type, array)
-    return array, odd
+    rows = np.flatnonzero(pc.invert(usual).fill_null(False))
+    if not len(rows):
+        return values, np.zeros(len(array), np.bool_)
+    others, wrong = _scalar_column(type, array.take(pa.array(rows)))
+    place = np.arange(len(array))
+    place[rows] = len(array) + np.arange(len(rows))
+    odd = np.zeros(len(array), np.bool_)
+    odd[rows] = wrong
+    return pa.concat_arrays([values, others]).take(pa.array(place)), odd
 
 
 def _scalar_column(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:

@@ -18,6 +18,17 @@ from zync_assets_tests.codecs.generated import EXAMPLES, INTS, LONGS, TEXTS, sam
 
 TIMES = st.datetimes(datetime.datetime(1, 1, 2), datetime.datetime(9999, 12, 30)).map(datetime.datetime.isoformat)
 
+ODD_TIMES = (
+    *(
+        "0000-01-01T00:00:00",
+        "0900-01-01T00:00:00",
+        "2024-02-30T00:00:00",
+        "2024-02-29T24:00:00",
+        "2024-02-29T23:59:60",
+    ),
+    *("2024-02-29T23:59:59.123", "2024-02-29T23:59:59.1234567", "2024-02-29T23:59:59.12", "2024-02-29 23:59:59"),
+)
+
 # A type, and texts of values that mostly are of it.
 SCALARS: list[tuple[pa.DataType, st.SearchStrategy[str]]] = [
     (pa.bool_(), st.sampled_from(["true", "false"])),
@@ -34,7 +45,8 @@ SCALARS: list[tuple[pa.DataType, st.SearchStrategy[str]]] = [
     (pa.timestamp("us", "UTC"), TIMES.map(lambda time: f'"{time}"') | TIMES.map(lambda time: f'"{time}Z"')),
     (
         pa.timestamp("us", "UTC"),
-        st.sampled_from(['"2024-01-01"', '"2024-01-01T25:00"', '"2024-01-01T01:02:03.123456789+02:00"']),
+        st.sampled_from(['"2024-01-01"', '"2024-01-01T25:00"', '"2024-01-01T01:02:03.123456789+02:00"'])
+        | st.sampled_from([f'"{time}Z"' for time in ODD_TIMES]),
     ),
     (pa.decimal128(9, 2), st.decimals(-(10**8), 10**8, allow_nan=False, places=3).map(str)),
     (
