@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from zync_assets.pipeline import Rule, Side
@@ -266,10 +267,12 @@ def records_sql(rule: Rule, side: Side) -> str:
 
 def union(frames: Iterable[DataFrame]) -> DataFrame:
     """The rows of several result frames. A column that a frame lacks is null in the frame's rows."""
-    first, *others = frames
-    for frame in others:
-        first = first.unionByName(frame, allowMissingColumns=True)
-    return first
+    each = list(frames)
+    # In pairs: frame after frame, Spark would analyze the rows of the first frames as many times as there are others.
+    while len(each) > 1:
+        pairs = zip_longest(each[::2], each[1::2])
+        each = [one if other is None else one.unionByName(other, allowMissingColumns=True) for one, other in pairs]
+    return each[0]
 
 
 def key_names(rule: Rule) -> list[str]:
