@@ -175,10 +175,17 @@ def commit_publish_states(
         numbers |= {f"zync:topic:{topic}:{topic_id}": 0, f"zync:named:{topic}": 1}
     numbers |= {_schema_number(topic, schema): 0 for schema in schemas if not before[0].has_schema(schema)}
     if table is None:
-        tables.create_table(storage.publish_uri(lake, pool), _SCHEMA, f"What is published of {pool}", [], numbers)
-        opened = open_published(lake, pool)
-    else:
-        opened = _commit_together(table, numbers)
+        uri = storage.publish_uri(lake, pool)
+        # The threads of many topics come at once. The first of them creates the table.
+        with _creating.setdefault(uri, Lock()):
+            table = open_published(lake, pool)
+            if table is None:
+                tables.create_table(uri, _SCHEMA, f"What is published of {pool}", [], numbers)
+                opened = open_published(lake, pool)
+                return {item.partition: publish_state(opened, topic, item.partition) for item in before}
+        if publish_state(table, topic).has_topic():
+            raise CommitConflict(f"table {uri}: another publisher of topic {topic} was first; run again")
+    opened = _commit_together(table, numbers)
     return {item.partition: publish_state(opened, topic, item.partition) for item in before}
 
 
@@ -262,6 +269,8 @@ _commits: dict[tuple[str, str], _Commits] = {}
 """(place, id) of a table → its commits."""
 _opening: dict[str, Lock] = {}
 """Place of a table → held while it is opened."""
+_creating: dict[str, Lock] = {}
+"""Place of a table → held while it is created."""
 
 
 def _commit_together(table: LakeTable, numbers: Mapping[str, int]) -> LakeTable | None:
