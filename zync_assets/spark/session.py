@@ -1,7 +1,7 @@
 """The Spark session of this process: a JVM of its own, or a Spark Connect server.
 
-``python -m zync_assets.spark.session FOLDER`` does the work of the steps on a handful of rows. Java then archives the
-classes that it has loaded (``settings.share_classes``).
+``python -m zync_assets.spark.session FOLDER`` does the work of the steps on a handful of rows, so that Java loads the
+classes for an archive (``settings.archive_classes``).
 
 A server runs somewhere, or it is the shared server of this user on this machine.
 """
@@ -120,7 +120,7 @@ def start_jvm(settings: Mapping[str, str]) -> None:
     public.setAll([(name, value) for name, value in settings.items() if not re.search(SECRET, name)])
     if private("pyspark", "pyspark.SparkContext", "_gateway") is None:
         start: Any = private("pyspark", "pyspark.SparkContext", "_ensure_initialized")
-        # The JVM hands its environment on to the Python workers that it starts.
+        # Spark's Python workers inherit the environment of the JVM.
         # The JVM ends later than this process. Who reads this process's stdout to its end does not wait for the JVM.
         with _variables(python_environment()), _filtered_output() as output:
             start(gateway=launch_gateway(public, {"stdout": output, "stderr": output}))

@@ -141,13 +141,16 @@ def share_classes(java: Path) -> None:
     if "SharedArchiveFile" in options or "ArchiveClassesAtExit" in options or "-Xshare" in options:
         return
     try:
-        archive = _known_archive(java)
+        name, folder = archive_name(java), cache_dir()
+        if name is None:
+            return
+        archive, has_failed = find_archive(folder, name), _failure(folder, name).exists()
     except OSError as error:
         _log.info("Spark starts without an archive of its classes: %s", error)
         return
     if archive is not None:
         os.environ[_OPTIONS] = f"{options} -XX:SharedArchiveFile={archive} {_QUIET}".strip()
-    elif not _is_impossible(java):
+    elif not has_failed:
         atexit.unregister(_archive_later)
         atexit.register(_archive_later)
 
@@ -155,7 +158,7 @@ def share_classes(java: Path) -> None:
 def archive_classes(java: Path) -> None:
     """Make the archive, unless it is there or can't be made here. Waits for another process that makes the archive."""
     name, folder = archive_name(java), cache_dir()
-    if name is None or _is_impossible(java):
+    if name is None or _failure(folder, name).exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(Timeout), FileLock(folder / f"{name}.lock", timeout=_PATIENCE):
@@ -163,19 +166,13 @@ def archive_classes(java: Path) -> None:
             _make(folder, name)
 
 
-def _known_archive(java: Path) -> Path | None:
-    name = archive_name(java)
-    return None if name is None else find_archive(cache_dir(), name)
-
-
-def _is_impossible(java: Path) -> bool:
-    """Whether an attempt to make the archive failed."""
-    name = archive_name(java)
-    return name is None or (cache_dir() / f"{name}.failed").exists()
+def _failure(folder: Path, name: str) -> Path:
+    """The file that says that the archive can't be made here."""
+    return folder / f"{name}.failed"
 
 
 def _archive_later() -> None:
-    """Start a process that makes the archive. It takes only the time that other processes leave."""
+    """Start a process that makes the archive. The process has the lowest priority."""
     folder = cache_dir()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,7 +233,7 @@ def _make(folder: Path, name: str) -> None:
             archive.replace(folder / f"{name}.{archive.stat().st_size}.jsa")
         except (OSError, subprocess.SubprocessError) as error:
             _log.info("no archive of Spark's classes can be made here: %s", error)
-            (folder / f"{name}.failed").touch()
+            _failure(folder, name).touch()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The cost of one batch, its check, one commit, one opening of the lake and one tick's keys after years of history.
 
-The Delta log says that the history is there: files of a million records each, which no step opens, because each step reads the
-files of new records alone. The log, the account and the numbers of the tables are real.
+The Delta log names files of a million records each. The files are not there: each step reads the files of new records
+alone. The log, the account and the numbers of the tables are real.
 """
 
 from __future__ import annotations

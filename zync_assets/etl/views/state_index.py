@@ -47,7 +47,7 @@ GROUP_RECORDS = 2_000
 FILE_RECORDS = 1_000_000
 """Entries of a file, about."""
 SHARE = 4
-"""A look-up asks the index if it then reads one entry of so many at the most, and pages with one row of so many. Otherwise Spark
+"""A look-up asks the index if it reads at most this part of the entries, and of the rows: one of SHARE. For a larger part, Spark
 reads the column of all rows, which takes as long."""
 
 
