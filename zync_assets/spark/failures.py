@@ -81,12 +81,15 @@ _LOSSES = {
     ): "the Spark Connect server ended, or can't be reached any more. Nothing of this step is visible, and what was"
     " committed before is kept: run it again when the server is up; of `remote: shared` another is started then.",
     re.compile(
+        r"stopped SparkContext|SparkContext (was shut down|has been shut ?down)"
+    ): "Spark ended during a step. Nothing of this step is visible, and what was committed before is kept: run it again.",
+    re.compile(
         r"Python worker exited unexpectedly|Python worker failed to connect back|reading the port number from \S+'s stdout"
     ): "a Spark task failed: its Python worker ended, killed or out of memory. Nothing of this step is visible, and what was"
     " committed before is kept: run it again.",
 }
-"""Spark's error text for a part of Spark that ended → the text for the user. The parts: a Connect server; a Python worker
-in a task or before the task; the daemon that forks the workers."""
+"""Spark's error text for a part of Spark that ended → the text for the user. The parts: a Connect server; the context of a JVM
+that still answers while it ends; a Python worker in a task or before the task; the daemon that forks the workers."""
 _OUT_OF_MEMORY = (
     "a Spark task failed: Spark's JVM ran out of memory. Nothing of this step is visible, and what was committed before is kept."
     " Give it more and run it again: spark: {spark.driver.memory: 3g}."

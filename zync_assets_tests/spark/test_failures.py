@@ -38,6 +38,19 @@ def test_a_server_that_ended_in_the_middle_of_a_request(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "(java.lang.IllegalStateException) Cannot call methods on a stopped SparkContext.",
+        "org.apache.spark.SparkException: Job 7 cancelled because SparkContext was shut down",
+        "java.lang.IllegalStateException: SparkContext has been shutdown",
+    ],
+)
+def test_a_jvm_that_answers_while_it_ends(text: str) -> None:
+    with pytest.raises(SparkLost, match="Spark ended during a step.* run it again"), spark_failures(EtlError):
+        raise PySparkException(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "An error occurred while calling o1.collect.\n: org.apache.spark.SparkException: EOFException occurred while reading"
         " the port number from zync_assets.spark.python_daemon's stdout.\n\tat org.apache.spark.api.python",
         "java.io.IOException: Python worker failed to connect back.",

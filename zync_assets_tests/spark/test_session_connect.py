@@ -393,20 +393,21 @@ def test_a_run_goes_on_with_another_server(warm: Warm, it: Mini) -> None:
     it.send(it.left, row(1, "2", "n"))
     run = warm.begin(*ZYNC, "run", str(it.pipeline.path), "--exit-after", "10m")
     try:
-        await_staged(it, 1)
+        await_staged(it, 1, run)
         (server,) = warm.servers()
         os.kill(server.pid, signal.SIGKILL)
         it.send(it.left, row(2, "2", "n"))
-        await_staged(it, 2)
+        await_staged(it, 2, run)
         run.terminate()
         warm.end(run)
     finally:
         run.kill()
 
 
-def await_staged(it: Mini, count: int) -> None:
+def await_staged(it: Mini, count: int, run: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 200
     while len(it.staged()) < count:
+        assert run.poll() is None, run.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.5)
 
