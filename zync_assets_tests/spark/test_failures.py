@@ -44,7 +44,7 @@ def test_a_server_that_ended_in_the_middle_of_a_request(text: str) -> None:
     ],
 )
 def test_a_jvm_that_answers_while_it_ends(text: str) -> None:
-    with pytest.raises(SparkLost, match="Spark ended during a step.* run it again"), spark_failures(EtlError):
+    with pytest.raises(SparkLost, match=r"Spark ended during a step\..* run it again\.$"), spark_failures(EtlError):
         raise PySparkException(text)
 
 
