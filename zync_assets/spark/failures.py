@@ -88,8 +88,9 @@ _LOSSES = {
     ): "a Spark task failed: its Python worker ended, killed or out of memory. Nothing of this step is visible, and what was"
     " committed before is kept: run it again.",
 }
-"""Spark's error text for a part of Spark that ended → the text for the user. The parts: a Connect server; the context of a JVM
-that still answers while it ends; a Python worker in a task or before the task; the daemon that forks the workers."""
+"""Spark's error text for a part of Spark that ended → the text for the user. The parts are a Connect server, Spark's context and
+a Python worker. A JVM that ends may still answer that its context has stopped. A worker may end in a task, or with the daemon
+that forks the workers."""
 _OUT_OF_MEMORY = (
     "a Spark task failed: Spark's JVM ran out of memory. Nothing of this step is visible, and what was committed before is kept."
     " Give it more and run it again: spark: {spark.driver.memory: 3g}."

@@ -160,7 +160,7 @@ def _first(world: World, pipeline: Pipeline, records: int) -> float:
 def first_etl_seconds(path: Path, records: int) -> float:
     """Seconds of the first batch of a Spark session. The session runs, and has done a job."""
     pipeline = pipeline_file.load(path)
-    spark = spark_session(pipeline.spark, long=True)
+    spark = spark_session(pipeline.spark, pipeline.lake, long=True)
     spark.range(1).count()
     return etl_seconds(pipeline, spark, records)
 

@@ -1,4 +1,4 @@
-"""The cost of one batch, its check, one commit, one opening of the lake and one tick's keys after years of history.
+"""The cost of each kind of work after years of history: a batch, its check, a commit, an opening of the lake, a tick's keys.
 
 The Delta log names files of a million records each. The files are not there: each step reads the files of new records
 alone. The log, the account and the numbers of the tables are real.

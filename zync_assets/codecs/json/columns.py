@@ -197,15 +197,11 @@ def _time_column(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
         values = pc.if_else(usual, array, pa.scalar(None, pa.string())).cast(pa.timestamp("us", "UTC")).cast(type)
     except ValueError:
         return _scalar_column(type, array)
-    rows = np.flatnonzero(pc.invert(usual).fill_null(False))
-    if not len(rows):
-        return values, np.zeros(len(array), np.bool_)
-    others, wrong = _scalar_column(type, array.take(pa.array(rows)))
-    place = np.arange(len(array))
-    place[rows] = len(array) + np.arange(len(rows))
+    unusual = pc.invert(usual).fill_null(False)
+    others, wrong = _scalar_column(type, array.filter(unusual))
     odd = np.zeros(len(array), np.bool_)
-    odd[rows] = wrong
-    return pa.concat_arrays([values, others]).take(pa.array(place)), odd
+    odd[unusual.to_numpy(zero_copy_only=False)] = wrong
+    return pc.replace_with_mask(values, unusual, others), odd
 
 
 def _scalar_column(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
