@@ -86,15 +86,17 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
     target, layout = plan.target(), batch.layout()
     # 1. Stop at a failed check, as publishing and ETL do. Then the table is made, or changed.
     _refuse_failures(plan)
-    _prepare(target, plan, layout.spec)
-    crash_point("sink:prepared")
+    with target.session():
+        _prepare(target, plan, layout.spec)
+        crash_point("sink:prepared")
+        appends = target.appends(layout.spec, whole=layout.is_whole)
     bad: Sequence[BadRecord] = ()
     try:
-        with target.run(plan.place) as run:
-            if target.appends(layout.spec, whole=layout.is_whole):
-                # 2. One task appends the records and moves the positions, in one transaction.
-                count = _append(batch, layout)
-            else:
+        if appends:
+            # 2. One task appends the records and moves the positions, in one transaction.
+            count = _append(batch, layout)
+        else:
+            with target.run(plan.place) as run:
                 # 2. Tasks load the folded records. No key is in two load tables.
                 loads = _load(batch, layout, run, target.tasks)
                 # 3. One transaction merges them and moves the positions.

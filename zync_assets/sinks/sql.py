@@ -28,6 +28,7 @@ from zync_assets.sinks.sql_types import (
     SqlType,
     at_place,
     holds,
+    missing_key,
     place_values,
     refuse_creation,
     sql_text,
@@ -43,6 +44,8 @@ _ENGINES: dict[tuple[type[SqlTarget], str], Engine] = {}
 
 class SqlTarget(Target):
     """An SQL database with transactions."""
+
+    _session: Connection | None = None
 
     def engine(self) -> Engine:
         """The process's engine of the URL. It keeps what it knows of the server, and compiled statements, but no connection: a
@@ -97,10 +100,23 @@ class SqlTarget(Target):
         return existing
 
     @contextmanager
+    def session(self) -> Generator[None]:
+        with self.errors(), self.engine().connect() as self._session:
+            try:
+                yield
+            finally:
+                self._session = None
+
+    @contextmanager
     def connection(self) -> Generator[Connection]:
-        """A connection in a transaction."""
-        with self.errors(), self.engine().begin() as connection:
-            yield connection
+        """A connection in a transaction: the session's connection, or a new one."""
+        with self.errors():
+            if self._session is None:
+                with self.engine().begin() as connection:
+                    yield connection
+            else:
+                with self._session.begin():
+                    yield self._session
 
     @contextmanager
     def merging(self, merge: Merge) -> Generator[Connection]:
@@ -324,25 +340,7 @@ class SqlTarget(Target):
 
     def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
         """Why a table can't take rows by their key; None if it can."""
-        if spec.mode == "insert":
-            return None
-        inspector, place = sa.inspect(connection), (table.name, table.schema)
-        if set(spec.key) == set(inspector.get_pk_constraint(*place)["constrained_columns"]):
-            return None
-        found = [set(item["column_names"]) for item in inspector.get_unique_constraints(*place)]
-        found += [
-            set(item["column_names"])
-            for item in inspector.get_indexes(*place)
-            if item["unique"] and not item.get("dialect_options", {}).get("postgresql_where")
-        ]
-        if set(spec.key) in found:
-            return None
-        quote = connection.dialect.identifier_preparer
-        quoted = ", ".join(quote.quote(name) for name in spec.key)
-        return (
-            f"no primary key or unique constraint is on ({', '.join(spec.key)}); run:"
-            f" ALTER TABLE {quote.format_table(table)} ADD PRIMARY KEY ({quoted})"
-        )
+        return None if spec.mode == "insert" else missing_key(connection, table, spec.key)
 
     def _advice(
         self,

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 import sqlalchemy as sa
 from sqlalchemy import exc
+from sqlalchemy.engine import Connection
 
 from zync_assets.errors import TableUnfit
 from zync_assets.sinks.target import Place
@@ -228,3 +229,24 @@ def refuse_creation(connection: sa.Connection, name: str, table: sa.Table, *, cr
     if create:
         raise TableUnfit(f"table {name}: schema {table.schema} does not exist. Run:\n{ddl[0]}")
     raise TableUnfit(f"table {name} is not there. Set create: true, or run:\n" + "\n".join(ddl))
+
+
+def missing_key(connection: Connection, table: sa.Table, key: Sequence[str]) -> str | None:
+    """Why a table can't take rows by a key; None if a primary key, or a unique constraint, is on the key's columns."""
+    inspector, place = sa.inspect(connection), (table.name, table.schema)
+    if set(key) == set(inspector.get_pk_constraint(*place)["constrained_columns"]):
+        return None
+    unique = [set(item["column_names"]) for item in inspector.get_unique_constraints(*place)]
+    unique += [
+        set(item["column_names"])
+        for item in inspector.get_indexes(*place)
+        if item["unique"] and not item.get("dialect_options", {}).get("postgresql_where")
+    ]
+    if set(key) in unique:
+        return None
+    quote = connection.dialect.identifier_preparer
+    quoted = ", ".join(quote.quote(name) for name in key)
+    return (
+        f"no primary key or unique constraint is on ({', '.join(key)}); run:"
+        f" ALTER TABLE {quote.format_table(table)} ADD PRIMARY KEY ({quoted})"
+    )

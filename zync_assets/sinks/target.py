@@ -210,6 +210,11 @@ class Target(ABC):
         return not pa.types.is_nested(kind)
 
     @contextmanager
+    def session(self) -> Generator[None]:
+        """The calls within share a connection, if the target is a database. To open a connection takes long on some targets."""
+        yield
+
+    @contextmanager
     def run(self, place: Place) -> Generator[str]:
         """The time of one batch: removes the load tables of killed runs, and yields a prefix for the names of load tables. Those
         of a batch that fails are removed.
