@@ -357,19 +357,18 @@ def _encoder(pipeline: Pipeline, topic: str, *, as_json: bool) -> dict[str, Enco
         return registry.schema(schema_id)
 
     def encode(side: str, values: pa.Array, schema_id: int | None) -> pa.Array:
-        kinds = pa.types
-        if schema_id is None and (kinds.is_binary(values.type) or kinds.is_large_binary(values.type)):
-            return values
-        if schema_id is None and kinds.is_string(values.type):
-            return values.cast(pa.binary())
-        if kinds.is_null(values.type):
-            return values
+        if values.null_count == len(values):
+            return pa.nulls(len(values), pa.binary())
         form = getattr(item, side, None)
         if schema_id is None and form is not None and form.format == "connect-json":
             raise SchemaError(
-                f"topic {topic}: connect-json with columns is not restored: its schemas are not kept. Restore an archive of"
+                f"topic {topic}: connect-json is not restored: its schemas are not kept. Restore an archive of"
                 " format bytes."
             )
+        # A text or bytes that a schema gave to JSON are the content of a payload, and not the payload.
+        is_content = form is not None and form.format == "json" and form.ddl is not None
+        if schema_id is None and not is_content and _is_payload(values.type):
+            return values.cast(pa.binary())
         if schema_id is None:
             encoder, values = make_encoder("json", None, None), with_type(values, topic_type_of(values.type))
         else:
@@ -392,10 +391,8 @@ def _encoder(pipeline: Pipeline, topic: str, *, as_json: bool) -> dict[str, Enco
             raise SchemaError(
                 f"topic {topic}, {side}: JSON lines do not keep the types of columns. Restore an archive in Parquet."
             )
-        return pa.array(
-            [value.encode() if isinstance(value, str) else typed_value(value, pa.binary()) for value in values],
-            pa.binary(),
-        )
+        kind = pa.string() if any(isinstance(value, str) for value in values) else pa.binary()
+        return encode(side, pa.array([typed_value(value, kind) for value in values], kind), None)
 
     way = encode_lines if as_json else encode
     return {side: lambda values, schema_id, side=side: way(side, values, schema_id) for side in ("key", "value")}
@@ -405,6 +402,11 @@ _MISSING = (
     "{where}: the archive lacks {field} of the writer's schema, so that the record would lose it. Restore an archive of format"
     " bytes."
 )
+
+
+def _is_payload(kind: pa.DataType) -> bool:
+    kinds = pa.types
+    return kinds.is_binary(kind) or kinds.is_large_binary(kind) or kinds.is_string(kind)
 
 
 def _is_bytes(value: Any) -> bool:

@@ -152,8 +152,35 @@ def test_avro_is_encoded_again_with_the_schemas_of_its_writers(
     list(sink_all(it.pipeline, lambda: spark))
     assert [item.sent for item in restore(it.pipeline, f"files:{tmp_path}/lines/{it.left}", f"{unique}.lines")] == [10]
     assert records(it, f"{unique}.lines", 0) == records(it, it.left, 0)
-    with pytest.raises(SchemaError, match="connect-json with columns is not restored"):
+    with pytest.raises(SchemaError, match="connect-json is not restored"):
         list(restore(it.pipeline, f"Raw.{it.right}", f"{unique}.connect"))
+
+
+TEXTS = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: json, key-schema: string, value-format: json, schema: binary}
+  - {topic: $right, pool: Raw, format: connect-json}
+sinks:
+  - {name: keep, type: files, url: archive, from: [Raw.*]}
+  - {name: lines, type: files, url: "lines?format=jsonl", from: [Raw.*]}
+"""
+
+
+def test_texts_of_json_and_connect_are_not_taken_for_payloads(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, TEXTS)
+    it.send(it.left, (b'"k\xc3\xb6"', b'"AAEC"'), (None, None), (b'"1"', None), times=[TIME] * 3)
+    text = b'{"schema": {"type": "string"}, "payload": "t"}'
+    it.send(it.right, (text, text), times=[TIME])
+    it.ingest()
+    list(sink_all(it.pipeline, lambda: spark))
+    for number, source in enumerate(("Raw.{}", f"files:{tmp_path}/archive/{{}}", f"files:{tmp_path}/lines/{{}}")):
+        copy = f"{unique}.copy{number}"
+        list(restore(it.pipeline, source.format(it.left), copy))
+        assert records(it, copy, 0) == records(it, it.left, 0)
+        with pytest.raises(SchemaError, match="connect-json is not restored"):
+            list(restore(it.pipeline, source.format(it.right), f"{unique}.connect{number}"))
 
 
 def framed(registry: Registry, subject: str, schema: dict[str, Any], row: dict[str, Any]) -> bytes:
