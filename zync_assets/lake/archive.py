@@ -21,6 +21,7 @@ import json
 import re
 import secrets
 import tempfile
+import zlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -331,14 +332,33 @@ def may_grow(archive: str, item: ArchiveObject, load: str) -> bool:
 
 
 def read_object(archive: str, item: ArchiveObject) -> Iterator[pa.RecordBatch]:
-    """The records of a Parquet object: ``kafka``, ``key``, ``value``."""
-    yield from _batches(archive, [item.path])
+    """The records of a Parquet object: ``kafka``, ``key``, ``value``. LakeError if it is gone, or no such object."""
+    try:
+        yield from _batches(archive, [item.path])
+    except FileNotFoundError:
+        raise _gone(archive, item) from None
 
 
 def read_lines(archive: str, item: ArchiveObject) -> Iterator[dict[str, Any]]:
-    """The records of an object of JSON lines."""
-    for line in gzip.decompress(_read(storage.join(archive, item.path))).splitlines():
-        yield json.loads(line)
+    """The records of an object of JSON lines. LakeError if it is gone, or no such object."""
+    try:
+        for line in gzip.decompress(_read(storage.join(archive, item.path))).splitlines():
+            row = json.loads(line)
+            if not isinstance(row, dict) or "kafka" not in row:
+                raise ValueError("a line is no record")
+            yield row
+    except FileNotFoundError:
+        raise _gone(archive, item) from None
+    except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
+        raise LakeError(
+            f"archive {archive}: the object {item.path} can't be read: {error}. Restore it from a copy."
+        ) from None
+
+
+def _gone(archive: str, item: ArchiveObject) -> LakeError:
+    return LakeError(
+        f"archive {archive}: the object {item.path} is gone. A sink that is at work may have merged it: run it again."
+    )
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:

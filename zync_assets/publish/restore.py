@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import date, datetime
 from datetime import time as time_of_day
 from decimal import Decimal
-from functools import cache, partial
+from functools import cache
 from hashlib import blake2b
 from itertools import chain, islice
 from typing import Any
@@ -51,7 +51,8 @@ WINDOW_BYTES = 32 << 20
 CONFIG = {"retention.ms": "-1", "message.timestamp.type": "CreateTime"}
 """The configuration of a topic that a restore makes: Kafka would delete records with old timestamps soon."""
 
-Encode = Callable[[pa.Array, int | None], pa.Array]
+Encode = Callable[[str, pa.Array, int | None], pa.Array]
+"""A side, its values and the id of their writer's schema → the bytes."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,12 @@ class Restored:
 
 @dataclass(frozen=True)
 class Archive:
-    """Where archived records come from. ``open``: partition → batches with ``kafka``, ``key`` and ``value``, in order."""
+    """Where archived records come from. ``open``: partition → batches with ``kafka``, ``key`` and ``value``, in order, each with
+    whether its keys and values are JSON texts, of an object of JSON lines."""
 
     topic: str
     partitions: tuple[int, ...]
-    open: Callable[[int], Iterator[pa.RecordBatch]]
-    as_json: bool = False
-    """Whether keys and values are JSON texts, of an archive of JSON lines."""
+    open: Callable[[int], Iterator[tuple[pa.RecordBatch, bool]]]
 
 
 def open_archive(pipeline: Pipeline, source: str) -> Archive:
@@ -88,17 +88,12 @@ def open_archive(pipeline: Pipeline, source: str) -> Archive:
             raise LakeError(
                 f"--from {source}: only objects of raw tables are restored, and these are of a staging pool."
             )
-        as_json = any(item.suffix == archive.SUFFIXES[archive.JSON_LINES] for item in objects)
-        read = (
-            (lambda item: _line_batches(archive.read_lines(root, item)))
-            if as_json
-            else partial(archive.read_object, root)
-        )
         return Archive(
             topic,
             tuple(sorted({item.partition for item in objects})),
-            lambda partition: chain.from_iterable(read(item) for item in objects if item.partition == partition),
-            as_json,
+            lambda partition: chain.from_iterable(
+                _object_batches(root, item) for item in objects if item.partition == partition
+            ),
         )
     pool, _, topic = source.partition(".")
     state = raw.open_raw(pipeline.lake, pool, topic)
@@ -106,7 +101,14 @@ def open_archive(pipeline: Pipeline, source: str) -> Archive:
         raise LakeError(
             f"--from {source}: there is no such raw table. Write Pool.Topic of an input, or files:URL/topic."
         )
-    return Archive(topic, tuple(sorted(state.next)), lambda partition: _raw_batches(state, partition))
+    parts = tuple(sorted(state.next))
+    return Archive(topic, parts, lambda partition: ((batch, False) for batch in _raw_batches(state, partition)))
+
+
+def _object_batches(root: str, item: archive.ArchiveObject) -> Iterator[tuple[pa.RecordBatch, bool]]:
+    as_json = item.suffix == archive.SUFFIXES[archive.JSON_LINES]
+    read = _line_batches(archive.read_lines(root, item)) if as_json else archive.read_object(root, item)
+    yield from ((batch, as_json) for batch in read)
 
 
 def _raw_batches(state: raw.RawState, partition: int) -> Iterator[pa.RecordBatch]:
@@ -198,10 +200,15 @@ def restore(
             f"topic {topic} has {len(state.partitions)} partitions, and {source} has {count}. Add partitions."
         )
     digest = blake2b("\0".join((source, str(since), str(until))).encode(), digest_size=6).hexdigest()
-    encode = _encoder(pipeline, found.topic, as_json=found.as_json)
+    encode, encode_lines = _encoders(pipeline, found.topic)
     for partition in found.partitions:
         place = _Place(pipeline, f"~restore-{digest}", topic, state.topic_id, partition)
-        yield place.restore(lambda partition=partition: _records(found.open(partition), since, until, encode))
+        yield place.restore(
+            lambda partition=partition: chain.from_iterable(
+                _records(batch, since, until, encode_lines if as_json else encode)
+                for batch, as_json in found.open(partition)
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -299,28 +306,24 @@ def _is_same(mine: TimedRecord, other: Mapping[str, Any]) -> bool:
     return (mine.key, mine.value, mine.headers) == (other["key"], other["value"], headers) and mine.timestamp in times
 
 
-def _records(
-    batches: Iterable[pa.RecordBatch], since: int | None, until: int | None, encode: Mapping[str, Encode]
-) -> Iterator[TimedRecord]:
-    for batch in batches:
-        kafka = batch.column("kafka")
-        times = pc.struct_field(kafka, "time").cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_numpy()
-        first = 0 if since is None else int(times.searchsorted(since))
-        end = len(times) if until is None else int(times.searchsorted(until))
-        if first >= end:
-            continue
-        part = batch.slice(first, end - first)
-        kafka = part.column("kafka")
-        stamps = pc.struct_field(kafka, "timestamp").cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_pylist()
-        headers = pc.struct_field(kafka, "headers").to_pylist()
-        sides = [_payloads(part, side, encode[side]) for side in ("key", "value")]
-        for stamp, pairs, key, value in zip(stamps, headers, *sides, strict=True):
-            yield TimedRecord(
-                None if stamp is None else stamp // 1000,
-                tuple((item["key"], item["value"]) for item in pairs or ()),
-                key,
-                value,
-            )
+def _records(batch: pa.RecordBatch, since: int | None, until: int | None, encode: Encode) -> Iterator[TimedRecord]:
+    times = pc.struct_field(batch.column("kafka"), "time").cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_numpy()
+    first = 0 if since is None else int(times.searchsorted(since))
+    end = len(times) if until is None else int(times.searchsorted(until))
+    if first >= end:
+        return
+    part = batch.slice(first, end - first)
+    kafka = part.column("kafka")
+    stamps = pc.struct_field(kafka, "timestamp").cast(pa.timestamp("us", "UTC")).cast(pa.int64()).to_pylist()
+    headers = pc.struct_field(kafka, "headers").to_pylist()
+    sides = [_payloads(part, side, encode) for side in ("key", "value")]
+    for stamp, pairs, key, value in zip(stamps, headers, *sides, strict=True):
+        yield TimedRecord(
+            None if stamp is None else stamp // 1000,
+            tuple((item["key"], item["value"]) for item in pairs or ()),
+            key,
+            value,
+        )
 
 
 def _payloads(part: pa.RecordBatch, side: str, encode: Encode) -> list[bytes | None]:
@@ -332,7 +335,7 @@ def _payloads(part: pa.RecordBatch, side: str, encode: Encode) -> list[bytes | N
     for schema_id in pc.unique(ids).to_pylist():
         mask = pc.is_null(ids) if schema_id is None else pc.equal(ids, schema_id)
         places = pc.indices_nonzero(pc.fill_null(mask, False))
-        made = encode(values.take(places), schema_id).to_pylist()
+        made = encode(side, values.take(places), schema_id).to_pylist()
         for place, payload in zip(places.to_pylist(), made, strict=True):
             payloads[place] = payload
     return payloads
@@ -345,8 +348,8 @@ def _schema_ids(part: pa.RecordBatch, side: str) -> pa.Array:
     return pc.struct_field(kafka, name) if kafka.type.get_field_index(name) >= 0 else pa.nulls(len(kafka), pa.int32())
 
 
-def _encoder(pipeline: Pipeline, topic: str, *, as_json: bool) -> dict[str, Encode]:
-    """Side → how its columns become bytes. ``as_json``: the columns are JSON texts."""
+def _encoders(pipeline: Pipeline, topic: str) -> tuple[Encode, Encode]:
+    """How the columns of a side become bytes, and how its JSON texts do."""
     registry = Registry(pipeline.registry) if pipeline.registry else None
     item = next((item for item in pipeline.inputs if item.topic == topic), None)
 
@@ -394,8 +397,7 @@ def _encoder(pipeline: Pipeline, topic: str, *, as_json: bool) -> dict[str, Enco
         kind = pa.string() if any(isinstance(value, str) for value in values) else pa.binary()
         return encode(side, pa.array([typed_value(value, kind) for value in values], kind), None)
 
-    way = encode_lines if as_json else encode
-    return {side: lambda values, schema_id, side=side: way(side, values, schema_id) for side in ("key", "value")}
+    return encode, encode_lines
 
 
 _MISSING = (

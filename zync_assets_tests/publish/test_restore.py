@@ -169,8 +169,9 @@ sinks:
 def test_texts_of_json_and_connect_are_not_taken_for_payloads(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
-    it = mini(services, spark, tmp_path, unique, TEXTS)
+    it = mini(services, spark, tmp_path, unique, TEXTS, partitions=2)
     it.send(it.left, (b'"k\xc3\xb6"', b'"AAEC"'), (None, None), (b'"1"', None), times=[TIME] * 3)
+    it.send(it.left, (b'"other"', b'"AA=="'), partition=1, times=[TIME])
     text = b'{"schema": {"type": "string"}, "payload": "t"}'
     it.send(it.right, (text, text), times=[TIME])
     it.ingest()
@@ -178,9 +179,17 @@ def test_texts_of_json_and_connect_are_not_taken_for_payloads(
     for number, source in enumerate(("Raw.{}", f"files:{tmp_path}/archive/{{}}", f"files:{tmp_path}/lines/{{}}")):
         copy = f"{unique}.copy{number}"
         list(restore(it.pipeline, source.format(it.left), copy))
-        assert records(it, copy, 0) == records(it, it.left, 0)
+        assert [records(it, copy, at) for at in (0, 1)] == [records(it, it.left, at) for at in (0, 1)]
         with pytest.raises(SchemaError, match="connect-json is not restored"):
             list(restore(it.pipeline, source.format(it.right), f"{unique}.connect{number}"))
+    # An archive whose format was changed has objects of both.
+    for folder, kept in (("archive", "0"), ("lines", "1")):
+        for item in (tmp_path / folder / it.left).glob(f"*/{kept}/*"):
+            place = tmp_path / "both" / item.relative_to(tmp_path / folder)
+            place.parent.mkdir(parents=True)
+            place.write_bytes(item.read_bytes())
+    list(restore(it.pipeline, f"files:{tmp_path}/both/{it.left}", f"{unique}.both"))
+    assert [records(it, f"{unique}.both", at) for at in (0, 1)] == [records(it, it.left, at) for at in (0, 1)]
 
 
 def framed(registry: Registry, subject: str, schema: dict[str, Any], row: dict[str, Any]) -> bytes:

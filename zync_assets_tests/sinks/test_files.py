@@ -23,7 +23,7 @@ import pytest
 
 from zync_assets import load_pipeline
 from zync_assets.checks.state_checks import rows_match
-from zync_assets.errors import CommitConflict, PipelineFileError, SinkError
+from zync_assets.errors import CommitConflict, LakeError, PipelineFileError, SinkError
 from zync_assets.lake import archive, storage, stores
 from zync_assets.lake.raw_files import KAFKA_TYPE
 from zync_assets.local.services import Services
@@ -270,6 +270,29 @@ def test_json_lines_keep_bytes_nulls_and_digits(tmp_path: Path) -> None:
     assert isinstance(with_blob["value"]["price"], str)
 
 
+BROKEN = {
+    "no gzip": b"hi",
+    "a part": gzip.compress(b'{"kafka": {}}\n' * 9)[:-12],
+    "no JSON": gzip.compress(b"hi"),
+    "no record": gzip.compress(b'{"key": 1}'),
+    "gone": None,
+}
+
+
+@pytest.mark.parametrize("data", BROKEN.values(), ids=BROKEN.keys())
+@pytest.mark.parametrize("form", archive.SUFFIXES)
+def test_the_error_of_a_broken_object_names_it(tmp_path: Path, form: str, data: bytes | None) -> None:
+    apply(FilesTarget(f"{tmp_path}?format={form}&interval=1d"), 2, 30)
+    item = archive.list_objects(str(tmp_path), "shop.orders")[0]
+    (tmp_path / item.path).unlink()
+    if data is not None:
+        (tmp_path / item.path).write_bytes(data)
+    with pytest.raises(LakeError) as error:
+        list((archive.read_object if form == archive.PARQUET else archive.read_lines)(str(tmp_path), item))
+    assert item.path in str(error.value)
+    assert "Restore it from a copy" in str(error.value) or "run it again" in str(error.value)
+
+
 def test_a_loser_changes_nothing_and_an_emptied_archive_begins_again(tmp_path: Path) -> None:
     target = FilesTarget(str(tmp_path))
     apply(target, 3, 30)
@@ -407,7 +430,7 @@ def test_a_bucket_has_the_same_objects_as_a_folder(
     path = tmp_path / "shop.yaml"
     path.write_text(FILE % "a, from: [Raw.*]")
     found = open_archive(load_pipeline(path), f"files:s3://lakes/{unique}/shop.orders")
-    batches_of = [batch for partition in found.partitions for batch in found.open(partition)]
+    batches_of = [batch for partition in found.partitions for batch, _ in found.open(partition)]
     assert [row for batch in batches_of for row in batch.to_pylist()] == rows(6, 60)
 
 
