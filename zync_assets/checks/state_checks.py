@@ -77,21 +77,26 @@ def state_equals_raw(pipeline: Pipeline, pool: str, session: Session) -> CheckRe
 def rows_match(pipeline: Pipeline, session: Session, sink: Sink, table: SinkTable) -> CheckResult:
     """The rows of a target table equal the fold of all records that were written. Names the keys of rows that differ.
 
-    Reads the whole source and the whole table, in Spark. Raises SinkError if a sink writes the table again and again meanwhile.
+    Reads the whole source and the whole table, in Spark. Fails if a sink writes the table again and again meanwhile, and if the
+    table can't be read.
     """
     subject = sink_subject(sink, table)
     if sink.mode == "insert" and (sink.key or open_target(sink).whole_records):
         return conclude(ROWS_MATCH, subject, "error", [], "not compared: appended rows have no unique key", {})
     for _ in range(LOOKS):
-        plan = plan_sink(pipeline, sink, table)
-        if not plan.progress.next:
-            return conclude(ROWS_MATCH, subject, "error", [], "nothing was written yet", {"rows": 0})
-        found = compare_rows(plan, session)
+        try:
+            plan = plan_sink(pipeline, sink, table)
+            if not plan.progress.next:
+                return conclude(ROWS_MATCH, subject, "error", [], "nothing was written yet", {"rows": 0})
+            found = compare_rows(plan, session)
+        except SinkError as error:
+            return conclude(ROWS_MATCH, subject, "error", [str(error)], "", {})
         if not found.differing or plan.target().progress(plan.place) == plan.progress:
             numbers: dict[str, Number] = {"rows": found.rows, "differing": found.differing}
             problems = [str(found)] if found.differing else []
             return conclude(ROWS_MATCH, subject, "error", problems, "every row is what its records make it", numbers)
-    raise SinkError(f"{subject}: a sink wrote the table while its rows were compared. Stop the sink, and check again.")
+    problem = "a sink wrote the table while its rows were compared. Stop the sink, and check again."
+    return conclude(ROWS_MATCH, subject, "error", [problem], "", {})
 
 
 @dataclass(frozen=True)

@@ -242,10 +242,9 @@ class SqlTarget(Target):
     def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
         with self.connection() as connection:
             table = self._reflected(connection, spec)
-            names = [column.name for column in spec.columns]
-            found = connection.execution_options(yield_per=10_000).execute(
-                sa.select(*(table.c[name] for name in names))
-            )
+            # A column that no batch has needed yet is not there.
+            columns = [table.c.get(item.name, sa.null().label(item.name)) for item in spec.columns]
+            found = connection.execution_options(yield_per=10_000).execute(sa.select(*columns))
             for part in found.partitions():
                 yield self.arrow_rows(spec, [tuple(row) for row in part])
 

@@ -83,6 +83,19 @@ def test_a_batch_is_folded_and_written_once(
         "3 rows differ, with keys from id=2 to id=9. id=2: another value in v; id=4: the table lacks the row;"
         " id=9: the source has no such row"
     )
+    # A column or a table that is gone fails the check, and ends no report.
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        last = connection.execute("SELECT * FROM rows").description[-1][0]
+        for change, words in (
+            (f"rows RENAME COLUMN {last} TO other", f"another value in v, {last}"),
+            ("rows RENAME TO others", "table rows is not there any more"),
+        ):
+            connection.execute(f"ALTER TABLE {change}")
+            found = rows_match(it.pipeline, lambda: spark, sink, sink.tables[0])
+            assert not found.passed
+            assert words in found.summary
+        connection.execute("ALTER TABLE others RENAME TO rows")
+        connection.execute(f"ALTER TABLE rows RENAME COLUMN other TO {last}")
     reset_sink(it.pipeline, lambda: spark, "shop", "rows")
     assert rows(it) == []
     assert write(it) == [4]
