@@ -353,6 +353,15 @@ def is_compacted(kafka: Mapping[str, str], topic: str) -> bool:
     return "compact" in _setting(kafka, topic, "cleanup.policy")
 
 
+def refuse_broker_times(kafka: Mapping[str, str], topic: str) -> None:
+    """KafkaError for a topic whose broker replaces the timestamps of records (``message.timestamp.type``)."""
+    if _setting(kafka, topic, "message.timestamp.type") == "LogAppendTime":
+        raise KafkaError(
+            f"topic {topic} has message.timestamp.type=LogAppendTime: the broker replaces the timestamps of its records."
+            " Set CreateTime, or use another topic."
+        )
+
+
 def _setting(kafka: Mapping[str, str], topic: str, name: str) -> str:
     ask = Question(kafka, f"asking for the configuration of {topic}", WAIT, "DescribeConfigs")
     resource = ConfigResource(ResourceType.TOPIC, topic)

@@ -41,7 +41,7 @@ from zync_assets.errors import DataLoss, ForeignRecord, KafkaError, LakeError, S
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.timed_writer import TimedRecord, TimedWriter
-from zync_assets.kafka.topics import create_topic, high_watermark, topic_states
+from zync_assets.kafka.topics import create_topic, high_watermark, refuse_broker_times, topic_states
 from zync_assets.lake import archive, raw, storage, stores
 from zync_assets.lake.publication import PublishState, commit_publish_state, open_publish_state
 from zync_assets.pipeline import LakeUri, Pipeline
@@ -195,6 +195,7 @@ def restore(
     states = topic_states(pipeline.kafka, [topic])
     count = max(found.partitions, default=0) + 1
     state = states.get(topic) or create_topic(pipeline.kafka, topic, count, -1, CONFIG)
+    refuse_broker_times(pipeline.kafka, topic)
     if len(state.partitions) < count:
         raise KafkaError(
             f"topic {topic} has {len(state.partitions)} partitions, and {source} has {count}. Add partitions."
@@ -365,8 +366,7 @@ def _encoders(pipeline: Pipeline, topic: str) -> tuple[Encode, Encode]:
         form = getattr(item, side, None)
         if schema_id is None and form is not None and form.format == "connect-json":
             raise SchemaError(
-                f"topic {topic}: connect-json is not restored: its schemas are not kept. Restore an archive of"
-                " format bytes."
+                f"topic {topic}: connect-json is not restored, as its schemas are not kept. Restore an archive of bytes."
             )
         # A text or bytes that a schema gave to JSON are the content of a payload, and not the payload.
         is_content = form is not None and form.format == "json" and form.ddl is not None

@@ -19,7 +19,7 @@ from zync_assets.codecs.avro.decoder import header
 from zync_assets.errors import ForeignRecord, KafkaError, LakeError, SchemaError
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
-from zync_assets.kafka.topics import high_watermark
+from zync_assets.kafka.topics import create_topic, high_watermark, topic_states
 from zync_assets.local.services import Services
 from zync_assets.publish import restore as restorer
 from zync_assets.publish.restore import restore
@@ -182,6 +182,11 @@ def test_texts_of_json_and_connect_are_not_taken_for_payloads(
         assert [records(it, copy, at) for at in (0, 1)] == [records(it, it.left, at) for at in (0, 1)]
         with pytest.raises(SchemaError, match="connect-json is not restored"):
             list(restore(it.pipeline, source.format(it.right), f"{unique}.connect{number}"))
+    # A topic that would lose the timestamps gets no record.
+    stamped = create_topic(it.pipeline.kafka, f"{unique}.stamped", 2, 1, {"message.timestamp.type": "LogAppendTime"})
+    with pytest.raises(KafkaError, match=r"stamped has message.timestamp.type=LogAppendTime: .* Set CreateTime"):
+        list(restore(it.pipeline, f"Raw.{it.left}", stamped.topic))
+    assert [part.end for part in topic_states(it.pipeline.kafka, [stamped.topic])[stamped.topic].partitions] == [0, 0]
     # An archive whose format was changed has objects of both.
     for folder, kept in (("archive", "0"), ("lines", "1")):
         for item in (tmp_path / folder / it.left).glob(f"*/{kept}/*"):
