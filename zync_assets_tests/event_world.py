@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from confluent_kafka import Consumer, TopicPartition
 
 from zync_assets.checks.output_checks import run_all
 from zync_assets.kafka.partitioner import key_partitions
-from zync_assets.kafka.topics import topic_state
 from zync_assets.local.services import Services
-from zync_assets_tests.mini import Mini, mini
+from zync_assets_tests.mini import Mini, mini, published
 from zync_assets_tests.model import GARBAGE, Expiry, Fan, Gather, Model, OneToOne, Pair, Record
 
 if TYPE_CHECKING:
@@ -211,7 +209,7 @@ def assert_equals_model(world: EventWorld) -> None:
     for name in OUTPUTS:
         topic = f"{it.out}.{name}"
         wanted = model.outputs[topic]
-        found = published(it, topic)
+        found = records_of(it, topic)
         for partition, pairs in found.items():
             rows = [row for row in it.staged(topic) if row["kafka"]["partition"] == partition]
             assert [row["kafka"]["offset"] for row in rows] == list(range(len(rows))), topic
@@ -249,21 +247,10 @@ def folded(pairs: Sequence[tuple[str | None, Any]]) -> tuple[Mapping[str, Any], 
     return rows, others
 
 
-def published(it: Mini, topic: str) -> dict[int, list[tuple[str | None, Any]]]:
-    """Partition → key and value of the records in an output topic, in order; their offsets are 0, 1, 2 …"""
-    state = topic_state(it.pipeline.kafka, topic)
-    reader = Consumer({**it.pipeline.kafka, "group.id": "events", "log_level": 0})
-    found: dict[int, list[tuple[str | None, Any]]] = {}
-    for part in state.partitions:
-        reader.assign([TopicPartition(topic, part.partition, part.low)])
-        messages = reader.consume(part.end, 30) if part.end else []
-        assert [message.offset() for message in messages] == list(range(part.end))
-        found[part.partition] = [
-            (
-                None if (key := message.key()) is None else key.decode(),
-                None if (value := message.value()) is None else json.loads(value),
-            )
-            for message in messages
-        ]
-    reader.close()
-    return found
+def records_of(it: Mini, topic: str) -> dict[int, list[tuple[str | None, Any]]]:
+    """Partition → key and value of the records in an output topic, in order."""
+    found = published(it.pipeline, topic)
+    return {
+        partition: [(key and key.decode(), value and json.loads(value)) for key, value in pairs]
+        for partition, pairs in found.items()
+    }

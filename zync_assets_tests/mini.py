@@ -1,20 +1,28 @@
-"""The way to a small pipeline of a test: its file, its topics, its records and its three steps.
+"""The way to a small pipeline of a test: its file, its topics, its records, its steps, its processes and its results.
 
-``Mini`` is a pipeline over two JSON topics. ``shop``, ``checks.chain`` and ``assets.rig`` have data and rules of their own.
+``Mini`` is a pipeline with two input topics. Data and rules of their own have ``shop`` (changes of a CDC tool),
+``event_world`` and ``view_world`` (beside a model), ``checks.chain`` (a lake to damage) and ``assets.rig`` (in Dagster).
 """
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+import fastavro
+import psutil
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from deltalake import DeltaTable
@@ -25,7 +33,8 @@ from zync_assets.etl.plan import EtlCommit
 from zync_assets.etl.retries import NOTHING, Retry
 from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
-from zync_assets.kafka.topics import create_topic
+from zync_assets.kafka.registry import Registry
+from zync_assets.kafka.topics import create_topic, topic_state
 from zync_assets.lake import staging, tables
 from zync_assets.lake.head import Head
 from zync_assets.lake.log import LakeTable
@@ -33,7 +42,8 @@ from zync_assets.lake.raw import open_raw
 from zync_assets.lake.staging import open_staging, read_ledger
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
-from zync_assets.publish.commit import PublishCommit, publish
+from zync_assets.publish import commit as publish_step
+from zync_assets.publish.commit import PublishCommit
 from zync_assets.publish.plan import plan_publish, read_staging
 from zync_assets.runner import commit_etl, etl_all, ingest_all, publish_all, read_etl
 from zync_assets.spark.session import spark_session
@@ -114,7 +124,12 @@ class Mini:
 
     def publish(self, topic: str | None = None) -> PublishCommit:
         plan = plan_publish(self.pipeline, topic or self.out)
-        return publish(self.pipeline, read_staging(self.spark, self.pipeline, plan))
+        return publish_step.publish(self.pipeline, read_staging(self.spark, self.pipeline, plan))
+
+    def published(self, topic: str) -> list[bytes]:
+        """Publish an output topic; the values of all its records."""
+        self.publish(topic)
+        return [value or b"" for _, _, value in read_topic(self.pipeline, topic)]
 
     def raw(self, topic: str) -> list[dict[str, Any]]:
         """Raw records as delta-rs itself reads them, by partition and offset."""
@@ -161,27 +176,52 @@ class Mini:
 
     def edited(self, text: str) -> Mini:
         """The same topics and lake with another text for the file, placeholders as in ``mini``."""
+        header = self.pipeline.path.read_text().splitlines(keepends=True)[: HEADER.count("\n")]
+        self.pipeline.path.write_text("".join(header) + _filled(text, *self.topics))
+        return self.loaded()
+
+    def changed(self, old: str, new: str) -> Mini:
+        """The same topics and lake with a change in the text of the file."""
         path = self.pipeline.path
-        path.write_text((path.parent / "header").read_text() + _filled(text, *self.topics))
-        return Mini(pipeline_file.load(path), self.spark, *self.topics)
+        path.write_text(path.read_text().replace(old, new))
+        return self.loaded()
+
+    def loaded(self) -> Mini:
+        """The same with the file as it is now."""
+        return replace(self, pipeline=pipeline_file.load(self.pipeline.path))
 
 
 def make_pipeline(
-    services: Services, folder: Path, text: str, *, name: str = "mini", lake: str | None = None, settle: str = "1"
+    services: Services,
+    folder: Path,
+    text: str,
+    *,
+    name: str = "mini",
+    lake: str | None = None,
+    settle: str = "1",
+    spark: str = json.dumps(SPARK),
+    partitions: int | Sequence[int] = (),
 ) -> Pipeline:
-    """The pipeline of a file in ``folder`` that has HEADER and then ``text``."""
+    """The pipeline of a file in ``folder`` that has HEADER and then ``text``.
+
+    ``partitions``: of the inputs' topics, which are created; default: the topics are there or come later. ``spark``: as in
+    a file.
+    """
     header = Template(HEADER).substitute(
         name=name,
         servers=services.bootstrap_servers,
         registry=services.registry_url,
         lake=lake or folder / "lake",
         settle=settle,
-        spark=json.dumps(SPARK),
+        spark=spark,
     )
-    (folder / "header").write_text(header)
-    path = folder / "pipeline.yaml"
+    path = folder / f"{name}.yaml"
     path.write_text(header + text)
-    return pipeline_file.load(path)
+    pipeline = pipeline_file.load(path)
+    counts = [partitions] * len(pipeline.inputs) if isinstance(partitions, int) else partitions
+    for item, count in zip(pipeline.inputs, counts, strict=bool(counts)):
+        create_topic(pipeline.kafka, item.topic, count, 1, {})
+    return pipeline
 
 
 def send(
@@ -216,15 +256,95 @@ def send(
     assert not errors
 
 
+def ingest(pipeline: Pipeline, *topics: str) -> None:
+    """Ingest the topics, by default of all inputs, in this process."""
+    list(ingest_all(pipeline, partial(_session, pipeline), topics or [item.topic for item in pipeline.inputs]))
+
+
+def transform(pipeline: Pipeline) -> int:
+    """Transform all that is there, in this process; the number of batches."""
+    return len(list(etl_all(pipeline, partial(_session, pipeline))))
+
+
+def publish(pipeline: Pipeline) -> None:
+    """Publish all outputs, in this process."""
+    list(publish_all(pipeline, partial(_session, pipeline), [item.topic for item in pipeline.outputs]))
+
+
 def run_steps(pipeline: Pipeline) -> None:
     """Ingest, transform and publish all that is there, in this process."""
+    ingest(pipeline)
+    transform(pipeline)
+    publish(pipeline)
 
-    def session() -> SparkSession:
-        return spark_session(pipeline.spark)
 
-    list(ingest_all(pipeline, session, [item.topic for item in pipeline.inputs]))
-    list(etl_all(pipeline, session))
-    list(publish_all(pipeline, session, [item.topic for item in pipeline.outputs]))
+def _session(pipeline: Pipeline) -> SparkSession:
+    return spark_session(pipeline.spark)
+
+
+ZYNC = "from zync_assets.cli.main import main; main()"
+
+
+def log_of(pipeline: Pipeline) -> Path:
+    """The file that the commands write to, each from its beginning."""
+    return pipeline.path.with_suffix(".log")
+
+
+def start(
+    pipeline: Pipeline, command: str, *options: str, point: str = "", first: str = "", log: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """Start ``zync command FILE options`` as a process that leads a session.
+
+    ``point``: the crash point at which it dies. ``first``: Python that the process runs before the command.
+    """
+    line = [sys.executable, "-c", f"{first}\n{ZYNC}", command, str(pipeline.path), *options]
+    with (log or log_of(pipeline)).open("wb") as out:
+        environment = {**os.environ, "ZYNC_CRASH": point}
+        return subprocess.Popen(line, stdout=out, stderr=out, env=environment, start_new_session=True)
+
+
+def run(pipeline: Pipeline, command: str, *options: str, first: str = "", seconds: int = 280) -> str:
+    """What the command says. It must end well."""
+    code = _ended(start(pipeline, command, *options, first=first), seconds)
+    said = log_of(pipeline).read_text()
+    assert code == 0, said
+    return said
+
+
+def die(pipeline: Pipeline, point: str, command: str, *options: str, first: str = "", seconds: int = 280) -> str:
+    """Run the command, which must die at the crash point. Returns what the command said."""
+    code = _ended(start(pipeline, command, *options, point=point, first=first), seconds)
+    said = log_of(pipeline).read_text()
+    assert code == -signal.SIGKILL, (point, said)
+    assert f"killed at {point.partition('@')[0]}" in said, said
+    return said
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: int) -> int:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        kill_family(process)
+        raise
+
+
+def kill(process: subprocess.Popen[bytes], log: Path) -> None:
+    """Kill a process, which leads a session, with its JVM and workers. The process must not have ended."""
+    assert kill_family(process) == -signal.SIGKILL, f"it ended before the kill: {log.read_text()}"
+
+
+def kill_family(process: subprocess.Popen[bytes]) -> int:
+    """Kill a process, which leads a session, with its JVM and workers, unless it has ended; its exit code."""
+    # Spark puts its Python workers into a process group of their own.
+    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in family:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    code = process.wait(30)
+    psutil.wait_procs(family, 30)
+    return code
 
 
 def openings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
@@ -241,22 +361,75 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
     return found
 
 
-def published(it: Mini, topic: str) -> list[bytes]:
-    """Publish an output topic; the values of all its records."""
-    reader = Consumer({**it.pipeline.kafka, "group.id": "names", "log_level": 0})
-    reader.assign([TopicPartition(topic, 0, 0)])
-    found = reader.consume(it.publish(topic).ranges[0].end, 30)
-    reader.close()
-    return [message.value() or b"" for message in found]
+def read_topic(pipeline: Pipeline, topic: str, partition: int = 0) -> list[tuple[int, bytes | None, bytes | None]]:
+    """(offset, key, value) of all records in a partition."""
+    consumer = Consumer({**pipeline.kafka, "group.id": "tests", "enable.auto.commit": False, "log_level": 0})
+    found: list[tuple[int, bytes | None, bytes | None]] = []
+    try:
+        low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=10)
+        consumer.assign([TopicPartition(topic, partition, low)])
+        while low < high and (not found or found[-1][0] < high - 1):
+            # No more than is there: a consume of more waits out its time.
+            for message in consumer.consume(min(10_000, high - low - len(found)), timeout=1):
+                assert message.error() is None
+                found.append((message.offset() or 0, message.key(), message.value()))
+    finally:
+        consumer.close()
+    return found
 
 
-def mini(services: Services, spark: SparkSession, folder: Path, prefix: str, text: str, partitions: int = 1) -> Mini:
+def published(pipeline: Pipeline, topic: str) -> dict[int, list[tuple[bytes | None, bytes | None]]]:
+    """Partition → key and value of its records, in order; their offsets are 0, 1, 2 …"""
+    found: dict[int, list[tuple[bytes | None, bytes | None]]] = {}
+    for part in topic_state(pipeline.kafka, topic).partitions:
+        records = read_topic(pipeline, topic, part.partition)
+        assert [offset for offset, _, _ in records] == list(range(part.end))
+        found[part.partition] = [(key, value) for _, key, value in records]
+    return found
+
+
+def framed(schema_id: int, schema: Mapping[str, Any], value: Any) -> bytes:
+    """A datum in Confluent's wire format: a zero byte, the schema's id, the Avro binary encoding."""
+    out = io.BytesIO()
+    fastavro.schemaless_writer(out, fastavro.parse_schema(dict(schema)), value)
+    return b"\0" + schema_id.to_bytes(4, "big") + out.getvalue()
+
+
+def decoded(registry: Registry, payload: bytes | None) -> Any:
+    """A datum in Confluent's wire format, by fastavro and with the writer's schema alone; None for None."""
+    if payload is None:
+        return None
+    assert payload[0] == 0
+    number = int.from_bytes(payload[1:5], "big")
+    schema = _writers.get(number)
+    if schema is None:
+        schema = _writers[number] = fastavro.parse_schema(json.loads(registry.schema(number)))
+    return fastavro.schemaless_reader(io.BytesIO(payload[5:]), schema, None)
+
+
+_writers: dict[int, Any] = {}
+
+
+def mini(
+    services: Services,
+    spark: SparkSession,
+    folder: Path,
+    prefix: str,
+    text: str,
+    partitions: int = 1,
+) -> Mini:
     """Topics ``$left`` and ``$right``, and a pipeline whose text follows HEADER. ``$out`` is left to be created."""
     left, right, out = (f"{prefix}.{name}" for name in ("left.rows", "right.rows", "out.rows"))
     pipeline = make_pipeline(services, folder, _filled(text, left, right, out))
     for topic in (left, right):
         create_topic(pipeline.kafka, topic, partitions, 1, {})
     return Mini(pipeline, spark, left, right, out)
+
+
+def mini_of(pipeline: Pipeline, spark: SparkSession) -> Mini:
+    """A pipeline whose first inputs and output are left, right and out."""
+    left, *others = (item.topic for item in pipeline.inputs)
+    return Mini(pipeline, spark, left, others[0] if others else left, pipeline.outputs[0].topic)
 
 
 def _filled(text: str, left: str, right: str, out: str) -> str:

@@ -7,7 +7,6 @@ include deletes with tombstones, records that no rule takes, and bytes that are 
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,13 +16,12 @@ from string import Template
 from typing import Any
 
 import fastavro
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Producer
 
 from zync_assets.kafka.registry import Registry
-from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline, RegistryConfig
-from zync_assets_tests.mini import make_pipeline
+from zync_assets_tests.mini import framed, make_pipeline
 from zync_assets_tests.model import GARBAGE, Model, Record
 from zync_assets_tests.shop_rules import Topics, customers_topic, event_topics, shop_model, shop_topics
 
@@ -191,9 +189,7 @@ class Shop:
         """A value of one of the input topics as Kafka holds it."""
         if value is None or isinstance(value, bytes):
             return value
-        out = io.BytesIO()
-        fastavro.schemaless_writer(out, _PARSED[topic == self.orders], value)
-        return b"\0" + self.ids[topic].to_bytes(4, "big") + out.getvalue()
+        return framed(self.ids[topic], _PARSED[topic == self.orders], value)
 
     @property
     def met(self) -> str:
@@ -248,9 +244,8 @@ def make_shop(
     text += "".join([VIEWS if views else "", EVENTS if events else "", SINKS if sinks else ""])
     names = {"orders": orders, "status": status, "new": new, "audit": audit, "customers": customers}
     text = Template(text).substitute(names, met=met, changed=changed, **options)
-    pipeline = make_pipeline(services, folder, text, name="shop", lake=lake, settle=settle)
-    for topic, count in () if there else zip((orders, status), partitions, strict=True):
-        create_topic(pipeline.kafka, topic, count, 1, {})
+    made = () if there else partitions
+    pipeline = make_pipeline(services, folder, text, name="shop", lake=lake, settle=settle, partitions=made)
     registry = Registry(RegistryConfig(services.registry_url))
     ids = {
         topic: registry.register(f"{topic}-value", json.dumps(schema))
@@ -333,35 +328,3 @@ def _change(op: str, before: Any, after: Any) -> dict[str, Any]:
 def hash_of(key: str) -> int:
     """The same in every process, unlike ``hash``."""
     return sum(key.encode()) * 31 + len(key)
-
-
-def read_topic(servers: str, topic: str, partition: int = 0) -> list[tuple[int, bytes | None, bytes | None]]:
-    """(offset, key, value) of all records in a partition."""
-    consumer = Consumer({"bootstrap.servers": servers, "group.id": "tests", "enable.auto.commit": False})
-    found: list[tuple[int, bytes | None, bytes | None]] = []
-    try:
-        low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=10)
-        consumer.assign([TopicPartition(topic, partition, low)])
-        while low < high and (not found or found[-1][0] < high - 1):
-            # No more than is there: a consume of more waits out its time.
-            for message in consumer.consume(min(10_000, high - low - len(found)), timeout=1):
-                assert message.error() is None
-                found.append((message.offset() or 0, message.key(), message.value()))
-    finally:
-        consumer.close()
-    return found
-
-
-def decoded(registry: Registry, payload: bytes | None) -> Any:
-    """A datum in Confluent's wire format, by fastavro and with the writer's schema alone; None for None."""
-    if payload is None:
-        return None
-    assert payload[0] == 0
-    number = int.from_bytes(payload[1:5], "big")
-    schema = _writers.get(number)
-    if schema is None:
-        schema = _writers[number] = fastavro.parse_schema(json.loads(registry.schema(number)))
-    return fastavro.schemaless_reader(io.BytesIO(payload[5:]), schema, None)
-
-
-_writers: dict[int, Any] = {}

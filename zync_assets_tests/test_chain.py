@@ -14,39 +14,28 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from zync_assets.checks.output_checks import run_all
-from zync_assets.kafka.topics import PartitionState, topic_states
+from zync_assets.kafka.topics import topic_states
 from zync_assets.lake.staging import open_staging
 from zync_assets.local.services import Services
-from zync_assets.runner import etl_all, ingest_all, publish_all
+from zync_assets_tests.mini import decoded, ingest, publish, published, transform
 from zync_assets_tests.model import Model, Record, without_zeros
-from zync_assets_tests.shop import Shop, changes, decoded, make_shop, read_topic
+from zync_assets_tests.shop import Shop, changes, make_shop
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-def ingest(shop: Shop, spark: SparkSession, *topics: str) -> None:
-    list(ingest_all(shop.pipeline, lambda: spark, topics))
+def decoded_records(shop: Shop, topic: str) -> dict[int, list[tuple[Any, Any]]]:
+    """Partition → keys and values in Kafka, decoded without the package's codecs."""
 
+    def key_of(key: bytes | None) -> Any:
+        return key.decode() if topic == shop.audit and key else decoded(shop.registry, key)
 
-def transform(shop: Shop, spark: SparkSession) -> int:
-    return len(list(etl_all(shop.pipeline, lambda: spark)))
-
-
-def publish(shop: Shop, spark: SparkSession) -> None:
-    topics = [item.topic for item in shop.pipeline.outputs]
-    list(publish_all(shop.pipeline, lambda: spark, topics))
-
-
-def published(shop: Shop, topic: str, partition: int = 0) -> list[tuple[Any, Any]]:
-    """Keys and values in Kafka, decoded without the package's codecs; the offsets must be 0..m."""
-    records = read_topic(shop.servers, topic, partition)
-    assert [offset for offset, _, _ in records] == list(range(len(records)))
-    text = topic == shop.audit
-    return [
-        (key.decode() if text and key else decoded(shop.registry, key), decoded(shop.registry, value))
-        for _, key, value in records
-    ]
+    found = published(shop.pipeline, topic)
+    return {
+        partition: [(key_of(key), decoded(shop.registry, value)) for key, value in pairs]
+        for partition, pairs in found.items()
+    }
 
 
 def staged(shop: Shop, topic: str, partition: int = 0) -> list[tuple[str, tuple[tuple[str, int, int], ...]]]:
@@ -59,15 +48,11 @@ def staged(shop: Shop, topic: str, partition: int = 0) -> list[tuple[str, tuple[
     return [(row["rule"], tuple((s["topic"], s["partition"], s["offset"]) for s in row["source"])) for row in rows]
 
 
-def partitions(shop: Shop, topic: str) -> tuple[PartitionState, ...]:
-    state = topic_states(shop.pipeline.kafka, [topic]).get(topic)
-    return state.partitions if state else ()
-
-
 def assert_equals_model(shop: Shop, model: Model) -> None:
     """Outputs in Kafka and in staging, the account's counts and all checks."""
     for topic in (shop.new, shop.audit):
-        found = {part.partition: published(shop, topic, part.partition) for part in partitions(shop, topic)}
+        there = topic_states(shop.pipeline.kafka, [topic])
+        found = decoded_records(shop, topic) if there else {}
         places = {json.dumps(key): partition for partition, pairs in found.items() for key, _ in pairs}
         assert places.keys() == {json.dumps(out.key) for out in model.outputs[topic]}
         for partition, pairs in found.items():
@@ -120,12 +105,12 @@ def test_the_output_topics_hold_what_the_model_says(
     for step, (first, end) in enumerate(itertools.pairwise(cuts)):
         unseen += shop.produce(whole[first:end])
         alone = step == 3
-        ingest(shop, spark, *([shop.orders] if alone else [shop.orders, shop.status]))
+        ingest(shop.pipeline, *([shop.orders] if alone else [shop.orders, shop.status]))
         model.batch(record for record in unseen if not alone or record.topic == shop.orders)
         unseen = [record for record in unseen if alone and record.topic != shop.orders]
-        assert transform(shop, spark) == 1
+        assert transform(shop.pipeline) == 1
         if step != 1:
-            publish(shop, spark)
+            publish(shop.pipeline)
     assert_equals_model(shop, model)
     seen = Counter(name for (_, _, name), count in model.totals().items() if count)
     assert set(seen) == {"done", "pending", "unmatched", "dropped", "quarantined"}
@@ -143,10 +128,13 @@ def test_a_partial_update_has_no_other_fields(
             (shop.orders, 0, 2, "1", {"before": row, "after": {**row, "item": None}, "op": "u"}),
         ]
     )
-    ingest(shop, spark, shop.orders, shop.status)
-    transform(shop, spark)
-    publish(shop, spark)
-    assert [value for _, value in published(shop, shop.new)] == [{"id": 1, "status": "paid"}, {"id": 1, "item": None}]
+    ingest(shop.pipeline)
+    transform(shop.pipeline)
+    publish(shop.pipeline)
+    assert [value for _, value in decoded_records(shop, shop.new)[0]] == [
+        {"id": 1, "status": "paid"},
+        {"id": 1, "item": None},
+    ]
 
 
 @settings(
@@ -172,9 +160,9 @@ def test_where_batches_are_cut_changes_no_output(
         new = shop.produce(whole[first:end])
         model.batch(new)
         done += new
-        ingest(shop, spark, *data.draw(st.permutations([shop.orders, shop.status])))
-        transform(shop, spark)
-    publish(shop, spark)
+        ingest(shop.pipeline, *data.draw(st.permutations([shop.orders, shop.status])))
+        transform(shop.pipeline)
+    publish(shop.pipeline)
     assert_equals_model(shop, model)
 
     at_once.batch(done)

@@ -30,8 +30,8 @@ from zync_assets_tests.checker.statement import Statement
 from zync_assets_tests.checker.verdict import judge
 from zync_assets_tests.checker.wire import Schemas
 from zync_assets_tests.checks.damage import Rows, append_again, change_account, edit, exchange, overwrite, take_out
+from zync_assets_tests.mini import ingest, publish, transform
 from zync_assets_tests.shop import Shop, changes, make_shop
-from zync_assets_tests.test_chain import ingest, publish, transform
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -124,9 +124,9 @@ def sound(services: Services, spark: SparkSession, tmp_path_factory: pytest.Temp
     early = sorted({*range(len(whole))} - {*late})
     for places in (early, late):
         shop.produce(whole[place] for place in places)
-        ingest(shop, spark, shop.orders, shop.status)
-        assert transform(shop, spark) == 1
-        publish(shop, spark)
+        ingest(shop.pipeline)
+        assert transform(shop.pipeline) == 1
+        publish(shop.pipeline)
     statement = statements.shop(folder.name)
     logs = gather_logs(services.bootstrap_servers, statement)
     return Sound(shop, statement, logs, Schemas(services.registry_url), folder.name)

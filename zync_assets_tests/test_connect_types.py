@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fastavro
 import pyarrow as pa
 import pytest
 
@@ -17,8 +15,7 @@ from zync_assets.local.services import Services
 from zync_assets.pipeline import RegistryConfig
 from zync_assets_tests.codecs.connect_generated import enveloped
 from zync_assets_tests.codecs.debezium import CONNECT, DATA, TIME, field, struct
-from zync_assets_tests.mini import Mini, mini
-from zync_assets_tests.shop import decoded, read_topic
+from zync_assets_tests.mini import Mini, decoded, framed, mini, published
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -81,13 +78,10 @@ def avro_of(schema: dict[str, Any], name: str = "Envelope") -> Any:
     return ["null", made] if schema.get("optional") else made
 
 
-def framed(registry: Registry, subject: str, schema: Any, value: Any) -> bytes:
-    number = registry.register(subject, json.dumps(schema))
-    stream = io.BytesIO(b"\0" + number.to_bytes(4, "big"))
-    stream.seek(5)
+def encoded(registry: Registry, subject: str, schema: Any, value: Any) -> bytes:
     # Without logical types, as the converters write plain numbers.
-    fastavro.schemaless_writer(stream, json.loads(json.dumps(schema).replace('"logicalType"', '"was"')), value)
-    return stream.getvalue()
+    plain = json.loads(json.dumps(schema).replace('"logicalType"', '"was"'))
+    return framed(registry.register(subject, json.dumps(schema)), plain, value)
 
 
 def sent(it: Mini, registry: Registry) -> None:
@@ -97,15 +91,11 @@ def sent(it: Mini, registry: Registry) -> None:
         it.send(
             it.left,
             (
-                framed(registry, f"{it.left}-key", key, {"id": 7}),
-                framed(registry, f"{it.left}-value", value, {"after": row, "op": op}),
+                encoded(registry, f"{it.left}-key", key, {"id": 7}),
+                encoded(registry, f"{it.left}-value", value, {"after": row, "op": op}),
             ),
         )
         it.send(it.right, (enveloped(KEY, {"id": 7}), enveloped(ENVELOPE, {"after": VALUES, "op": op})))
-
-
-def records(it: Mini, topic: str) -> list[tuple[bytes | None, bytes | None]]:
-    return [(key, value) for _, key, value in read_topic(it.pipeline.kafka["bootstrap.servers"], topic)]
 
 
 def without_own_names(schema: Any) -> Any:
@@ -144,7 +134,7 @@ def test_bare_columns_keep_names_parameters_and_not_null(
     for way in ("aa", "aj", "ja", "jj"):
         topic = f"{it.out}-{way}"
         it.publish(topic)
-        ((key, value),) = records(it, topic)
+        ((key, value),) = published(it.pipeline, topic)[0]
         assert key is not None and value is not None
         if way in ("aj", "jj"):
             document = json.loads(value)
@@ -190,12 +180,12 @@ def test_a_shape_passes_on_the_schemas_of_bare_columns_and_a_whole_record_keeps_
     it.step()
     it.publish(f"{it.out}-a")
     it.publish(f"{it.out}-j")
-    ((key, value),) = records(it, f"{it.out}-a")
+    ((key, value),) = published(it.pipeline, f"{it.out}-a")[0]
     assert key is not None and value is not None
     schema = json.loads(registry.schema(int.from_bytes(value[1:5], "big")))
     assert plain(without_own_names(schema)) == plain(without_own_names(avro_of(ENVELOPE)))
     assert schema["connect.name"] == "shop.Envelope"
-    schemas = [json.loads(value or b"")["schema"] for _, value in records(it, f"{it.out}-j")]
+    schemas = [json.loads(value or b"")["schema"] for _, value in published(it.pipeline, f"{it.out}-j")[0]]
     assert schemas == [{**ROW, "optional": False}] * 2
 
     # The schemas of these records have other names. A name that not all have is said of no later record.
@@ -203,7 +193,7 @@ def test_a_shape_passes_on_the_schemas_of_bare_columns_and_a_whole_record_keeps_
     it.send(it.right, (enveloped(KEY, {"id": 8}), enveloped(other, {"after": VALUES, "op": "c"})))
     it.step()
     it.publish(f"{it.out}-j")
-    last = json.loads(records(it, f"{it.out}-j")[-1][1] or b"")["schema"]
+    last = json.loads(published(it.pipeline, f"{it.out}-j")[0][-1][1] or b"")["schema"]
     assert last["name"] == f"{unique}.out.rows_j.Value"
 
 
@@ -234,7 +224,7 @@ def test_computed_times_and_short_integers_have_schemas_that_connect_reads_as_su
     it.publish(it.out)
     it.publish(f"{it.out}-j")
     registry = Registry(RegistryConfig(services.registry_url))
-    ((_, value),) = records(it, it.out)
+    ((_, value),) = published(it.pipeline, it.out)[0]
     assert value is not None
     zoned = {"connect.version": 1, "connect.name": f"{TIME}.ZonedTimestamp"}
     assert {
@@ -249,7 +239,7 @@ def test_computed_times_and_short_integers_have_schemas_that_connect_reads_as_su
         "whole": "int",
     }
     assert decoded(registry, value)["at"] == row["at"]
-    ((_, value),) = records(it, f"{it.out}-j")
+    ((_, value),) = published(it.pipeline, f"{it.out}-j")[0]
     document = json.loads(value or b"")
     assert document["payload"] == {
         "at": row["at"],
@@ -285,7 +275,7 @@ def test_an_edit_of_a_rule_keeps_the_form_that_the_registry_has(
         it.send(it.left, record)
         it.step()
         it.publish()
-    found = [decoded(registry, value) for _, value in records(it, it.out)]
+    found = [decoded(registry, value) for _, value in published(it.pipeline, it.out)[0]]
     assert [(isinstance(row["moment"], str), isinstance(row["sold"], str)) for row in found] == [(True, False)] * 3
     assert {row["moment"] for row in found} == {"2024-02-29T10:00:00.123000Z"}
 
@@ -330,7 +320,7 @@ def test_a_required_field_that_is_null_or_left_out_is_published_and_later_schema
     it.send(it.left, (key, value()))
     it.step()
     it.publish()
-    found = [payload for _, payload in records(it, it.out)]
+    found = [payload for _, payload in published(it.pipeline, it.out)[0]]
     assert [decoded(registry, payload) for payload in found] == [
         {"id": 7, "code": "x"},
         {"id": 7, "code": "x"},
@@ -362,7 +352,7 @@ def test_what_not_all_writers_or_rules_say_is_said_of_no_record(
     it.send(it.left, (key, enveloped(other, {"after": VALUES, "op": "c"})))
     it.step()
     it.publish()
-    schemas = [json.loads(value or b"")["schema"] for _, value in records(it, it.out)]
+    schemas = [json.loads(value or b"")["schema"] for _, value in published(it.pipeline, it.out)[0]]
     said = [[(part["field"], part.get("name"), part["optional"]) for part in each["fields"]] for each in schemas]
     assert said == [
         [("id", None, True), ("code", None, False), ("token", f"{DATA}.Uuid", True)],
@@ -400,7 +390,7 @@ def test_a_field_that_the_record_s_own_schema_lacks_is_left_out_and_its_null_is_
 
     def sent(*names: str, op: str, id: int, **more: Any) -> None:
         value = {"after": {"id": id, **dict.fromkeys(names), **more}, "op": op}
-        it.send(it.left, framed(registry, subject, schema(*names), value))
+        it.send(it.left, encoded(registry, subject, schema(*names), value))
 
     for op, id in (("a", 1), ("o", 2), ("p", 3)):
         sent("a", op=op, id=id, a="x")
@@ -412,7 +402,7 @@ def test_a_field_that_the_record_s_own_schema_lacks_is_left_out_and_its_null_is_
     it.send(it.right, {"id": 3}, {"id": 6})
     it.step()
     it.publish()
-    found = {row["id"]: row for _, value in records(it, it.out) if (row := json.loads(value or b""))}
+    found = {row["id"]: row for _, value in published(it.pipeline, it.out)[0] if (row := json.loads(value or b""))}
     assert found == {
         1: {"id": 1, "a": "x"},
         2: {"id": 2, "c": "none"},

@@ -37,12 +37,13 @@ from zync_assets_tests.checker.verdict import judge
 from zync_assets_tests.checker.wire import Schemas
 from zync_assets_tests.etl import test_rebuild
 from zync_assets_tests.etl.views import test_maintenance
+from zync_assets_tests.mini import die, run, run_steps
 from zync_assets_tests.model import Model
 from zync_assets_tests.publish import test_restore
 from zync_assets_tests.s3 import S3
 from zync_assets_tests.shop import Shop, changes, make_shop
 from zync_assets_tests.sinks import conformance, test_commit
-from zync_assets_tests.test_chain import assert_equals_model, ingest, publish, transform
+from zync_assets_tests.test_chain import assert_equals_model
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -60,7 +61,6 @@ class Rig:
     model: Model
     spark: SparkSession | None
     """This process's session; None: the lake is in a bucket, which that session can't read."""
-    log: Path
 
     def produce(self, changes: list[Any]) -> None:
         """Produce the records of the next batch."""
@@ -69,27 +69,17 @@ class Rig:
     def run_here(self) -> None:
         """Run to idle in this process, whose Spark session is there already, or else in another."""
         if self.spark is None:
-            assert self.run_process(RUN) == 0, self.log.read_text()
+            self.run()
             return
-        ingest(self.shop, self.spark, self.shop.orders, self.shop.status)
-        transform(self.shop, self.spark)
-        publish(self.shop, self.spark)
+        run_steps(self.shop.pipeline)
 
-    def run_process(self, command: tuple[str, ...], armed: str | None = None) -> int:
-        """Run the command; its exit code."""
-        script = "from zync_assets.cli.main import main; main()"
-        name, *options = command
-        arguments = [sys.executable, "-c", script, name, str(self.shop.pipeline.path), *options]
-        environment = {**os.environ, **({"ZYNC_CRASH": armed} if armed else {})}
-        with self.log.open("wb") as out:
-            done = subprocess.run(arguments, stdout=out, stderr=out, env=environment, timeout=280, check=False)
-        return done.returncode
+    def run(self, *command: str) -> None:
+        """Run the command as a process of its own."""
+        run(self.shop.pipeline, *(command or RUN))
 
-    def die(self, command: tuple[str, ...], armed: str) -> None:
+    def die(self, point: str, *command: str) -> None:
         """Run the command and see it die where it should."""
-        code, text = self.run_process(command, armed), self.log.read_text()
-        assert code == -signal.SIGKILL, text
-        assert f"killed at {armed.partition('@')[0]}" in text, text
+        die(self.shop.pipeline, point, *(command or RUN))
 
 
 def at_first(rig: Rig) -> None:
@@ -173,7 +163,7 @@ def past_their_time(rig: Rig) -> None:
 def after_a_crash(rig: Rig) -> None:
     """A publisher died with records in the topic that the next one must verify."""
     at_first(rig)
-    rig.die(RUN, "publish:produced@2")
+    rig.die("publish:produced@2")
 
 
 def published(rig: Rig) -> None:
@@ -258,8 +248,8 @@ def test_every_point_with_processes_alone(
     )
     case.prepare(rig)
     command = ("to-kafka", "--recreate", rig.shop.new) if case.recreate else RUN
-    rig.die(command, f"{name}@{case.count}")
-    assert rig.run_process(command) == 0, rig.log.read_text()
+    rig.die(f"{name}@{case.count}", *command)
+    rig.run(*command)
     assert_sound(services, rig, unique, f"{name}, lake in a {lake}", record_property)
 
 
@@ -277,21 +267,21 @@ def test_every_point_of_outputs_with_three_partitions(
     rig, case = make_rig(services, spark, tmp_path, unique, count=3), CASES[name]
     case.prepare(rig)
     command = ("to-kafka", "--recreate", rig.shop.new) if case.recreate else RUN
-    rig.die(command, f"{name}@{case.count}")
-    assert rig.run_process(command) == 0, rig.log.read_text()
+    rig.die(f"{name}@{case.count}", *command)
+    rig.run(*command)
     assert_sound(services, rig, unique, f"{name}, three partitions", record_property)
 
 
 def make_rig(services: Services, spark: SparkSession, folder: Path, prefix: str, count: int = 1) -> Rig:
     """``count``: the partitions of the topic of new orders."""
     shop = make_shop(services, folder, prefix, settle="1", count=count)
-    return Rig(shop, shop.model(), spark, folder / "zync.log")
+    return Rig(shop, shop.model(), spark)
 
 
 def bucket_rig(services: Services, s3: S3, folder: Path, prefix: str) -> Rig:
     place = f"lakes/{prefix}"
     shop = make_shop(services, folder, prefix, lake=s3.lake(place), files=s3.folder / place)
-    return Rig(shop, shop.model(), None, folder / "zync.log")
+    return Rig(shop, shop.model(), None)
 
 
 def assert_sound(

@@ -6,18 +6,14 @@ of the model.
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from zync_assets.local.services import Services
-from zync_assets.runner import publish_all
-from zync_assets_tests.event_world import OUTPUTS, SECONDS, EventWorld, assert_equals_model, event_world
+from zync_assets_tests.event_world import SECONDS, EventWorld, assert_equals_model, event_world
+from zync_assets_tests.mini import die, publish, run
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -46,26 +42,15 @@ ACTIONS = [("emit", "drop"), ("drop", "quarantine"), ("quarantine", "emit")]
 RUN = ("run", "--until-idle")
 
 
-def run(world: EventWorld, folder: Path, armed: str = "") -> int:
-    """The exit code of the command. ``armed``: the point at which it is to die."""
-    script = "from zync_assets.cli.main import main; main()"
-    name, *options = RUN
-    arguments = [sys.executable, "-c", script, name, str(world.it.pipeline.path), *options]
-    environment = {**os.environ, "ZYNC_CRASH": armed}
-    with (folder / "zync.log").open("wb") as log:
-        done = subprocess.run(arguments, stdout=log, stderr=log, env=environment, timeout=280, check=False)
-    return done.returncode
-
-
-def die(world: EventWorld, folder: Path, *points: str) -> None:
+def die_at(world: EventWorld, *points: str) -> None:
     """Run the command once for each point. The command dies at its point."""
     for point in points:
-        assert run(world, folder, point) == -signal.SIGKILL, (point, (folder / "zync.log").read_text())
+        die(world.it.pipeline, point, *RUN)
 
 
-def finish(world: EventWorld, folder: Path) -> None:
+def finish(world: EventWorld) -> None:
     """Run the command to its end: the result is that of the model."""
-    assert run(world, folder) == 0, (folder / "zync.log").read_text()
+    run(world.it.pipeline, *RUN)
     assert_equals_model(world)
 
 
@@ -80,34 +65,34 @@ def begin(world: EventWorld) -> None:
     """A first batch is transformed and published in this process."""
     world.send_batch(1, 0, 60)
     assert world.it.step() is not None
-    list(publish_all(world.it.pipeline, lambda: world.it.spark, [f"{world.it.out}.{name}" for name in OUTPUTS]))
+    publish(world.it.pipeline)
     assert set(world.model.classes.values()) >= {"pending", "done"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_first_run_that_died_goes_on(world: EventWorld, tmp_path: Path) -> None:
+def test_a_first_run_that_died_goes_on(world: EventWorld) -> None:
     world.send_batch(2, SECONDS, 60)
-    die(world, tmp_path, *AT_FIRST)
-    finish(world, tmp_path)
+    die_at(world, *AT_FIRST)
+    finish(world)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_batch_that_died_at_each_point_in_turn_goes_on(world: EventWorld, tmp_path: Path) -> None:
+def test_a_batch_that_died_at_each_point_in_turn_goes_on(world: EventWorld) -> None:
     begin(world)
     world.send_batch(2, SECONDS, 60)
-    die(world, tmp_path, *IN_ETL)
-    finish(world, tmp_path)
+    die_at(world, *IN_ETL)
+    finish(world)
     assert "expired" in world.model.classes.values()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_publisher_that_died_at_each_point_in_turn_goes_on(world: EventWorld, tmp_path: Path) -> None:
+def test_a_publisher_that_died_at_each_point_in_turn_goes_on(world: EventWorld) -> None:
     begin(world)
     for number, point in enumerate(IN_PUBLISH, 1):
         if point != IN_PUBLISH[-1]:
             world.send_batch(1 + number, number * SECONDS, 40)
-        die(world, tmp_path, point)
-    finish(world, tmp_path)
+        die_at(world, point)
+    finish(world)

@@ -26,8 +26,7 @@ from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import RegistryConfig, SideFormat
 from zync_assets.spark.frames import parquet_frame
-from zync_assets_tests.checks.chain import framed
-from zync_assets_tests.mini import BOTH, Mini, mini
+from zync_assets_tests.mini import BOTH, Mini, framed, mini
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

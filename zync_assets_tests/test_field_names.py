@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from zync_assets.cli.main import main
 from zync_assets.local.services import Services
-from zync_assets_tests.mini import mini, published
+from zync_assets_tests.mini import mini
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -37,8 +37,8 @@ def test_json_outputs_take_names_that_avro_lacks_and_keys_that_are_null_have_a_c
     rows = [{"id": id, "a.b": "x", "ü": "y"} for id in (1, 2)]
     it.send(it.left, *[(None, {"schema": {"type": "struct", "fields": FIELDS}, "payload": row}) for row in rows])
     it.step()
-    assert [json.loads(text) for text in published(it, it.out)] == [{"ü": "x", "a.b": {"1": 1}}]
-    assert [json.loads(text)["payload"] for text in published(it, f"{it.out}.c")] == [rows[1]]
+    assert [json.loads(text) for text in it.published(it.out)] == [{"ü": "x", "a.b": {"1": 1}}]
+    assert [json.loads(text)["payload"] for text in it.published(f"{it.out}.c")] == [rows[1]]
     sql = f"select key, value.id from Raw.`{it.left}` order by kafka.offset"
     shown = CliRunner().invoke(main, ["query", str(it.pipeline.path), sql, "--format", "json"])
     assert [json.loads(line) for line in shown.stdout.splitlines()] == [{"key": None, "id": 1}, {"key": None, "id": 2}]
@@ -93,7 +93,7 @@ def test_keys_of_groups_elements_and_partitions_may_have_any_names(
     assert it.values() == [{"first%20name": "Anna", "a`b": "x", "select": 7}]
     assert it.staged()[0]["kafka"]["partition"] == 1
     assert it.classes(it.right) == {"done": 1, "unmatched": 1}
-    assert [json.loads(text) for text in published(it, f"{it.out}.lines")] == [
+    assert [json.loads(text) for text in it.published(f"{it.out}.lines")] == [
         {"s ku": "tea", "from": 1, "ü": None},
         {"s ku": "tea", "from": 1, "ü": 2},
         {"s ku": None, "from": 2, "ü": 2},

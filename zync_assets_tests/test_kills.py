@@ -6,16 +6,10 @@ seen from outside: a file that appears, a log entry, a high watermark that moves
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 from confluent_kafka import Consumer, KafkaException, TopicPartition
 
@@ -23,6 +17,7 @@ from zync_assets.lake.publication import verified_ends
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.staging import open_staging
 from zync_assets.local.services import Services
+from zync_assets_tests.mini import kill, log_of, run, start
 from zync_assets_tests.shop import Shop, changes, make_shop
 from zync_assets_tests.test_chain import assert_equals_model
 
@@ -66,44 +61,14 @@ MOMENTS: dict[str, list[tuple[str, Moment]]] = {
 IN_SHORT = {"from-kafka": (2,), "etl": (1,), "to-kafka": (1,)}
 
 
-def command(shop: Shop, step: str) -> list[str]:
-    return [sys.executable, "-c", "from zync_assets.cli.main import main; main()", step, str(shop.pipeline.path)]
-
-
-def run(shop: Shop, step: str) -> str:
-    done = subprocess.run(command(shop, step), capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def killed_when(shop: Shop, step: str, moment: Moment, log: Path) -> None:
+def killed_when(shop: Shop, step: str, moment: Moment) -> None:
     """Start a step, and kill the step and its descendants as soon as ``moment`` is true. The step must not end earlier."""
-    with log.open("wb") as out:
-        process = subprocess.Popen(command(shop, step), stdout=out, stderr=out, start_new_session=True)
+    process = start(shop.pipeline, step)
     give_up = time.monotonic() + 240
     while process.poll() is None and not moment(shop):
         assert time.monotonic() < give_up
         time.sleep(0.001)
-    kill(process, log)
-
-
-def kill(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Kill a process, which leads a session, with its JVM and workers. The process must not have ended."""
-    assert kill_family(process) == -signal.SIGKILL, f"it ended before the kill: {log.read_text()}"
-
-
-def kill_family(process: subprocess.Popen[bytes]) -> int:
-    """Kill a process, which leads a session, with its JVM and workers, unless it has ended; its exit code."""
-    # Spark puts its Python workers into a process group of their own.
-    family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for child in family:
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
-    code = process.wait(30)
-    psutil.wait_procs(family, 30)
-    return code
+    kill(process, log_of(shop.pipeline))
 
 
 @pytest.mark.timeout(900)
@@ -127,10 +92,10 @@ def test_a_killed_step_run_again_ends_as_if_nothing_had_been(
             name, moment = MOMENTS[step][place]
             if moment(shop):
                 continue  # what an earlier kill left is there already, and so no sign of the moment
-            killed_when(shop, step, moment, tmp_path / f"{step}-{place}.log")
+            killed_when(shop, step, moment)
             assert_unfinished(shop, step, name)
-        run(shop, step)
-        assert "nothing to do" in run(shop, step)
+        run(shop.pipeline, step)
+        assert "nothing to do" in run(shop.pipeline, step)
     assert_equals_model(shop, model)
 
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
 import pytest
-from confluent_kafka import Consumer, TopicPartition
 
 from zync_assets import runner
 from zync_assets.checks.output_checks import run_all
 from zync_assets.errors import SparkLost, TopicMissing, ZyncError
-from zync_assets.kafka.topics import create_topic, high_watermarks
+from zync_assets.kafka.topics import create_topic
 from zync_assets.lake.raw import open_raw
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.spark import tasks
-from zync_assets_tests.mini import make_pipeline, send
+from zync_assets_tests.mini import die, ingest, make_pipeline, publish, published, run, send
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -55,12 +50,9 @@ def produce(pipeline: Pipeline, topics: Sequence[str], first: int, end: int) -> 
 
 def outputs(pipeline: Pipeline, topic: str) -> list[bytes]:
     """All records of an output topic, in no order."""
-    reader = Consumer({**pipeline.kafka, "group.id": "many", "log_level": 0})
-    highs = high_watermarks(pipeline.kafka, topic, range(PARTITIONS))
-    reader.assign([TopicPartition(topic, partition, 0) for partition in highs])
-    found = reader.consume(sum(highs.values()), 30) if any(highs.values()) else []
-    reader.close()
-    return sorted(message.value() or b"" for message in found)
+    found = published(pipeline, topic)
+    assert len(found) == PARTITIONS
+    return sorted(value or b"" for pairs in found.values() for _, value in pairs)
 
 
 def expected(at: int, end: int) -> list[bytes]:
@@ -148,15 +140,8 @@ def test_a_kill_among_many_topics_loses_and_doubles_nothing(
     for topic in topics:
         create_topic(pipeline.kafka, topic, PARTITIONS, 1, {})
     produce(pipeline, topics, 0, 3)
-
-    def run(armed: dict[str, str]) -> subprocess.CompletedProcess[bytes]:
-        script = "from zync_assets.cli.main import main; main()"
-        command = [sys.executable, "-c", script, "run", str(pipeline.path), "--until-idle"]
-        return subprocess.run(command, capture_output=True, env={**os.environ, **armed}, check=False)
-
-    assert run({"ZYNC_CRASH": point}).returncode == -signal.SIGKILL
-    again = run({})
-    assert again.returncode == 0, again.stderr.decode()
+    die(pipeline, point, "run", "--until-idle")
+    run(pipeline, "run", "--until-idle")
     assert [outputs(pipeline, f"{topic}.out") for topic in topics] == [expected(at, 3) for at in range(6)]
     assert [str(found) for found in run_all(pipeline) if not found.passed] == []
 
@@ -196,7 +181,7 @@ def test_rules_of_all_kinds_among_many_inputs(
     others = [topic for topic in topics if topic not in (bad, one, left, right)]
     for topic in others:
         send(pipeline, topic, [{"id": 7}])
-    list(runner.ingest_all(pipeline, lambda: spark, topics))
+    ingest(pipeline)
     [made] = runner.etl_all(pipeline, lambda: spark)
     assert {kind: made.counts[kind] for kind in ("outputs", "pending", "quarantined", "unmatched")} == {
         "outputs": 2 + 2 + 1 + len(others),
@@ -204,7 +189,7 @@ def test_rules_of_all_kinds_among_many_inputs(
         "quarantined": 1,
         "unmatched": 2,
     }
-    list(runner.publish_all(pipeline, lambda: spark, [item.topic for item in pipeline.outputs]))
+    publish(pipeline)
     assert outputs(pipeline, f"{bad}.out") == [b'{"id":-100}', b'{"id":100}']
     assert outputs(pipeline, f"{shared}.out") == [b'{"id":0}', b'{"id":2}', b'{"id":7}']
     assert outputs(pipeline, f"{left}.out") == [b'{"id":1001}']

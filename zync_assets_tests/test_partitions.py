@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner
-from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
 
-from zync_assets import load_pipeline
 from zync_assets.checks.output_checks import run_all, staging_equals_topic
 from zync_assets.cli.main import main
 from zync_assets.errors import EtlError, PartitionsChanged
 from zync_assets.kafka.partitioner import key_partitions
-from zync_assets.kafka.topics import create_topic, topic_state
+from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets.publish import commit as step
 from zync_assets.publish.commit import recreate_topic
 from zync_assets.publish.plan import plan_publish
-from zync_assets_tests.mini import BOTH, Mini, make_pipeline, mini, row, run_steps
+from zync_assets_tests.mini import BOTH, Mini, make_pipeline, mini, mini_of, published, row, run_steps
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -48,26 +46,10 @@ def make(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -
     return made
 
 
-def edited(it: Mini, old: str, new: str) -> Mini:
-    path = it.pipeline.path
-    path.write_text(path.read_text().replace(old, new))
-    return replace(it, pipeline=load_pipeline(path))
-
-
 def records(it: Mini) -> dict[int, list[tuple[bytes | None, Any]]]:
     """Partition → (key, value) of the records in the output topic, in order."""
-    found: dict[int, list[tuple[bytes | None, Any]]] = {}
-    reader = Consumer({**it.pipeline.kafka, "group.id": "partitions", "log_level": 0})
-    for part in topic_state(it.pipeline.kafka, it.out).partitions:
-        reader.assign([TopicPartition(it.out, part.partition, part.low)])
-        messages = reader.consume(part.end, 30) if part.end else []
-        assert [message.offset() for message in messages] == list(range(part.end))
-        found[part.partition] = [
-            (message.key(), json.loads(value) if (value := message.value()) is not None else None)
-            for message in messages
-        ]
-    reader.close()
-    return found
+    found = published(it.pipeline, it.out)
+    return {part: [(key, value and json.loads(value)) for key, value in pairs] for part, pairs in found.items()}
 
 
 def assert_sound(it: Mini, count: int) -> dict[int, list[tuple[bytes | None, Any]]]:
@@ -120,15 +102,11 @@ def test_the_example_of_the_page_has_its_partitions(
 ) -> None:
     page = Path(__file__).parents[1] / "demo" / "topics.md"
     _, _, text = page.read_text().partition("```yaml\n")
-    names = {"orders": f"{unique}.orders", "payments": f"{unique}.payments"}
     text = re.sub(r"(clean-)?(orders|payments)\b", lambda name: f"{unique}.{name[0]}", text.partition("```")[0])
-    pipeline = make_pipeline(services, tmp_path, text)
-    for topic in names.values():
-        create_topic(pipeline.kafka, topic, 1, 1, {})
-    it = Mini(pipeline, spark, *names.values(), f"{unique}.clean-payments")
+    it = replace(mini_of(make_pipeline(services, tmp_path, text, partitions=1), spark), out=f"{unique}.clean-payments")
     it.send(it.left, *({"id": number, "item": "tea"} for number in range(9)))
     it.send(it.right, *({"id": number, "customer": 7 - number % 3} for number in range(9)))
-    run_steps(pipeline)
+    run_steps(it.pipeline)
     found = {partition: {value["customer"] for _, value in pairs} for partition, pairs in records(it).items()}
     assert found == {0: {6}, 1: {7}, 2: {5}}
     assert_sound(replace(it, out=f"{unique}.clean-orders"), 9)
@@ -166,7 +144,7 @@ def test_an_expression_gives_the_partition(make: Make) -> None:
     assert found == {0: [2, 5, 6, None], 1: [0, 3, 7], 2: [1, 4, 8]}
     it.send(it.left, row(1))
     with pytest.raises(EtlError, match=r"partition-by: key.id: keys would move to other partitions"):
-        edited(it, "coalesce(key.id + 1, value.id)", "key.id").step()
+        it.changed("coalesce(key.id + 1, value.id)", "key.id").step()
 
 
 @pytest.mark.slow
@@ -175,7 +153,7 @@ def test_a_record_whose_partition_fails_costs_itself(make: Make) -> None:
     it.send(it.left, row(1, "1"), row(2, "no number"), row(3, "-4"), row(4, "2"))
     with pytest.raises(EtlError, match=r"partition-by: value.nix: .* Write a whole number"):
         it.step()
-    it = edited(it, "value.nix", "CAST(value.v AS INT)")
+    it = it.changed("value.nix", "CAST(value.v AS INT)")
     it.step()
     it.publish()
     found = {partition: [value["id"] for _, value in pairs] for partition, pairs in records(it).items()}
@@ -202,7 +180,7 @@ def test_keys_do_not_move_when_their_schema_changes(make: Make) -> None:
     it.step()
     it.send(it.left, row(2))
     with pytest.raises(EtlError, match="rule copy: keys would move to other partitions"):
-        edited(it, "key: {id: in.value.id}", "key: {id: in.value.id, v: in.value.v}").step()
+        it.changed("key: {id: in.value.id}", "key: {id: in.value.id, v: in.value.v}").step()
 
 
 def test_an_existing_topic_has_its_own_partitions(make: Make) -> None:

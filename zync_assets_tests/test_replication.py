@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,10 +27,10 @@ from zync_assets_tests.checker.evidence import gather
 from zync_assets_tests.checker.verdict import judge
 from zync_assets_tests.checker.wire import Schemas
 from zync_assets_tests.cluster import BROKERS, Cluster, start_cluster
+from zync_assets_tests.mini import ingest, log_of, publish, start, transform
 from zync_assets_tests.odd_topics import until
 from zync_assets_tests.shop import Shop, changes, make_shop
 from zync_assets_tests.shop_rules import shop_topics
-from zync_assets_tests.test_chain import ingest, publish, transform
 from zync_assets_tests.torture.children import kill_family
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ class Rig:
     spark: SparkSession
     prefix: str
     registry_url: str
-    log: Path
 
     def settle(self, seconds: float) -> None:
         path = self.shop.pipeline.path
@@ -69,23 +67,16 @@ class Rig:
 
     def start(self) -> subprocess.Popen[bytes]:
         """A publisher as a process of its own."""
-        script = "from zync_assets.cli.main import main; main()"
-        with self.log.open("ab") as out:
-            return subprocess.Popen(
-                [sys.executable, "-c", script, "to-kafka", str(self.shop.pipeline.path)],
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+        return start(self.shop.pipeline, "to-kafka")
 
     def finish(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.wait(300) == 0, self.log.read_text()[-3000:]
+        assert process.wait(300) == 0, log_of(self.shop.pipeline).read_text()[-3000:]
 
     def until(self, holds: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
         """Wait for a moment in a publisher's life."""
         give_up = time.monotonic() + 120
         while not holds():
-            assert process.poll() is None and time.monotonic() < give_up, self.log.read_text()[-3000:]
+            assert process.poll() is None and time.monotonic() < give_up, log_of(self.shop.pipeline).read_text()[-3000:]
             time.sleep(0.005)
 
     @property
@@ -118,10 +109,10 @@ def rig(cluster: Cluster, services: Services, spark: SparkSession, tmp_path: Pat
         path.read_text().replace("kafka: {", "kafka: {batch.num.messages: 1, ").replace("settle: 1", "settle: 30")
     )
     shop.pipeline = pipeline_file.load(path)
-    ingest(shop, spark, shop.orders, shop.status)
-    transform(shop, spark)
+    ingest(shop.pipeline)
+    transform(shop.pipeline)
     try:
-        yield Rig(cluster, shop, spark, unique, services.registry_url, tmp_path / "publisher.log")
+        yield Rig(cluster, shop, spark, unique, services.registry_url)
     finally:
         ended = [node for node in BROKERS if not cluster.running[node].is_running()]
         cluster.signal(signal.SIGCONT, *(node for node in BROKERS if node not in ended))
@@ -205,15 +196,15 @@ def test_what_surfaces_later_than_the_settle_time_is_found_and_the_way_back_work
     time.sleep(3)
     rig.cluster.signal(signal.SIGCONT, NEXT, LAST)
     assert publisher.wait(300) == 1
-    said = rig.log.read_text()
+    said = log_of(rig.shop.pipeline).read_text()
     assert re.search(rf"error: .*{rig.shop.new}.*offset.*settle.*zync to-kafka .* --recreate {rig.shop.new}", said), (
         said
     )
     # Until then nothing is published, whoever tries.
     with pytest.raises(ForeignRecord):
-        publish(rig.shop, rig.spark)
+        publish(rig.shop.pipeline)
     recreate_topic(rig.shop.pipeline, rig.shop.new)
-    publish(rig.shop, rig.spark)
+    publish(rig.shop.pipeline)
     rig.assert_exactly_once()
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from zync_assets.local.services import Services
+from zync_assets_tests.mini import log_of
 from zync_assets_tests.s3 import S3
 from zync_assets_tests.shop import changes, make_shop
 from zync_assets_tests.test_chain import assert_equals_model
-from zync_assets_tests.test_crashes import RUN, Rig, assert_sound, bucket_rig
+from zync_assets_tests.test_crashes import Rig, assert_sound, bucket_rig
 
 
 def zync(*arguments: str | Path) -> str:
@@ -41,11 +42,11 @@ def test_a_run_that_died_goes_on_in_a_bucket_and_nothing_that_it_writes_down_has
     logged = "".join(f'spark.eventLog.{name}: "{value}", ' for name, value in options.items())
     path.write_text(path.read_text().replace("spark: {", f"spark: {{{logged}"))
     rig.produce(list(changes(rig.shop, range(40), seed=7)))
-    rig.die(RUN, "etl:outputs-written")
-    assert rig.run_process(RUN) == 0, rig.log.read_text()
+    rig.die("etl:outputs-written")
+    rig.run()
     assert_sound(services, rig, unique, "etl:outputs-written, lake in a bucket", record_property)
 
-    written = rig.log.read_text() + zync("status", path)
+    written = log_of(rig.shop.pipeline).read_text() + zync("status", path)
     seen = [item.read_text(errors="replace") for item in events.rglob("*") if item.is_file()]
     assert any("s3a://lakes" in text and "InsertIntoHadoopFsRelationCommand" in text for text in seen)
     for text in [written, *seen]:
@@ -67,14 +68,14 @@ def test_the_chain_in_a_bucket_beside_the_same_in_a_folder(
             rig = bucket_rig(services, s3, folder, prefix)
         else:
             shop = make_shop(services, folder, prefix)
-            rig = Rig(shop, shop.model(), None, folder / "zync.log")
+            rig = Rig(shop, shop.model(), None)
         rig.produce(list(changes(rig.shop, range(orders), seed=3)))
         started = time.monotonic()
-        assert rig.run_process(RUN) == 0, rig.log.read_text()
+        rig.run()
         first = time.monotonic() - started
         rig.produce(list(changes(rig.shop, range(orders, orders + 100), seed=4)))
         started = time.monotonic()
-        assert rig.run_process(RUN) == 0, rig.log.read_text()
+        rig.run()
         again = time.monotonic() - started
         assert_equals_model(rig.shop, rig.model)
         count = sum(map(len, rig.shop.sent.values()))

@@ -8,7 +8,6 @@ covers the arguments of every process, read while the processes run.
 from __future__ import annotations
 
 import base64
-import io
 import json
 import os
 import secrets
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
-import fastavro
 import psutil
 import pytest
 from confluent_kafka import Producer
@@ -27,6 +25,7 @@ from confluent_kafka import Producer
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, topic_state
 from zync_assets.pipeline import RegistryConfig
+from zync_assets_tests.mini import framed
 from zync_assets_tests.network.front import front
 from zync_assets_tests.network.processes import arguments, family, listening
 from zync_assets_tests.network.secured import USER, Secured
@@ -201,9 +200,7 @@ def _fill(secured: Secured, topic: str) -> None:
     id = Registry(RegistryConfig(secured.services.registry_url)).register(f"{topic}-value", json.dumps(SCHEMA))
     producer = Producer(plain)
     for number in range(20):
-        out = io.BytesIO()
-        fastavro.schemaless_writer(out, SCHEMA, {"id": number})
-        producer.produce(topic, b"\0" + id.to_bytes(4, "big") + out.getvalue(), f"k{number}")
+        producer.produce(topic, framed(id, SCHEMA, {"id": number}), f"k{number}")
     assert producer.flush(10) == 0
 
 

@@ -31,7 +31,7 @@ from zync_assets_tests.checker import statement as statements
 from zync_assets_tests.checker.evidence import gather
 from zync_assets_tests.checker.verdict import judge
 from zync_assets_tests.checker.wire import Schemas
-from zync_assets_tests.mini import BOTH, Mini, mini, row
+from zync_assets_tests.mini import BOTH, Mini, ingest, mini, publish, read_topic, row, transform
 from zync_assets_tests.odd_topics import (
     Sent,
     add_partitions,
@@ -42,8 +42,7 @@ from zync_assets_tests.odd_topics import (
     plain,
     until,
 )
-from zync_assets_tests.shop import EPOCH, Shop, changes, make_shop, read_topic
-from zync_assets_tests.test_chain import ingest, publish, transform
+from zync_assets_tests.shop import EPOCH, Shop, changes, make_shop
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -95,9 +94,9 @@ def test_everything_odd_at_once_is_exactly_once(
         in_transactions(
             kafka, unique, [record for record in odd if record[0] == shop.status], lambda place: place % 3 == 0
         )
-        ingest(shop, spark, shop.orders, shop.status)
-        transform(shop, spark)
-        publish(shop, spark)
+        ingest(shop.pipeline)
+        transform(shop.pipeline)
+        publish(shop.pipeline)
         if round_ == 0:
             add_partitions(kafka, shop.orders, 3)
             add_partitions(kafka, shop.new, 2)
@@ -111,7 +110,7 @@ def test_everything_odd_at_once_is_exactly_once(
         log = evidence.logs[topic][0]
         assert 0 < len(log.records) < log.end
         assert None in {record.timestamp for record in log.records}
-    assert len(read_topic(shop.servers, shop.new)) > 20
+    assert len(read_topic(shop.pipeline, shop.new)) > 20
 
 
 def compact(kafka: dict[str, str], shop: Shop) -> None:
@@ -129,7 +128,7 @@ def compact(kafka: dict[str, str], shop: Shop) -> None:
             kafka, [(shop.orders, 0, at, f"again-{place % 3}", shop.encoded(shop.orders, row_)) for place in range(9)]
         )
         time.sleep(0.2)
-        log = read_topic(shop.servers, shop.orders)
+        log = read_topic(shop.pipeline, shop.orders)
         return len(log) <= log[-1][0]
 
     until("the broker compacts", taken)
@@ -160,7 +159,7 @@ def test_a_foreign_transaction_in_an_output_topic_is_found_at_once(make: Make, u
     assert time.monotonic() - began < 50, "it waited for a transaction that is not over"
     recreate_topic(it.pipeline, it.out)
     it.publish()
-    assert [offset for offset, _, _ in read_topic(it.pipeline.kafka["bootstrap.servers"], it.out)] == list(range(9))
+    assert [offset for offset, _, _ in read_topic(it.pipeline, it.out)] == list(range(9))
 
 
 def test_removed_records_of_another_program_do_not_count_as_published(make: Make) -> None:

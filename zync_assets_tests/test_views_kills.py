@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,27 +13,22 @@ import pytest
 
 from zync_assets.checks.state_checks import state_equals_raw
 from zync_assets.local.services import Services
-from zync_assets_tests.test_kills import kill_family
+from zync_assets.pipeline import Pipeline
+from zync_assets_tests.mini import kill_family, log_of, run, start
 from zync_assets_tests.test_views import some_changes
 from zync_assets_tests.view_world import World, make_world
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-RUN = """
-from zync_assets.cli.main import main
-from zync_assets.etl.views import state_fold
-state_fold.RUNS = 4
-main()
-"""
+FOLDS = "from zync_assets.etl.views import state_fold; state_fold.RUNS = 4"
 
 
-def killed(command: Sequence[str], staging: Path, files: int, log: Path) -> bool:
-    """Run a command, and kill its processes when so many new files are in the staging pool. Whether the kill came before the
+def killed(pipeline: Pipeline, staging: Path, files: int) -> bool:
+    """Run to idle, and kill the processes when so many new files are in the staging pool. Whether the kill came before the
     end."""
-    before = _files(staging)
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    before, log = _files(staging), log_of(pipeline)
+    process = start(pipeline, "run", "--until-idle", first=FOLDS)
     give_up = time.monotonic() + 240
     while process.poll() is None and len(_files(staging) - before) < files:
         assert time.monotonic() < give_up, log.read_text()
@@ -60,14 +52,12 @@ def test_views_that_are_killed_at_random_moments_end_as_duckdb_says(
 ) -> None:
     choice = random.Random(11)
     world: World = make_world(services, spark, tmp_path, unique, names=["documents", "customers", "newest"])
-    command = [sys.executable, "-c", RUN, "run", str(world.it.pipeline.path), "--until-idle"]
-    staging, log, kills = Path(world.it.lake, "Staging"), tmp_path / "zync.log", 0
+    staging, kills = Path(world.it.lake, "Staging"), 0
     for _ in range(8):
         world.send(some_changes(choice, 60))
-        kills += killed(command, staging, choice.randint(1, 24), log)
+        kills += killed(world.it.pipeline, staging, choice.randint(1, 24))
     assert kills >= 4
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
+    run(world.it.pipeline, "run", "--until-idle", first=FOLDS)
     # The process ingested all of it: the model takes it too.
     world.ingest()
     world.etl()

@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
-from zync_assets.kafka.topics import create_topic
 from zync_assets.lake.staging import open_staging
 from zync_assets.local.services import Services
-from zync_assets.runner import ingest_all
-from zync_assets_tests.mini import Mini, make_pipeline
+from zync_assets_tests.mini import Mini, ingest, make_pipeline, mini_of
 from zync_assets_tests.view_oracle import Oracle, Table, folded, idle
 
 if TYPE_CHECKING:
@@ -197,7 +195,7 @@ class World:
         taken = list(self.sources if tables is None else tables)
         topics = [self.topic(table) for table in taken]
         if any(source.ordered for source in self.sources.values()):
-            list(ingest_all(self.it.pipeline, lambda: self.it.spark, topics))
+            ingest(self.it.pipeline, *topics)
         elif topics:
             self.it.ingest(*topics)
         self.ingested |= Counter((each.table, each.partition) for each in self.sent if each.table in taken)
@@ -279,8 +277,5 @@ def make_world(
     )
     delay = "order-delay: 0.05\n" if any(source.ordered for source in sources.values()) else ""
     text = f"{delay}inputs:\n{inputs}outputs:\n{outputs}transforms:\n{Template(rules).substitute(topics)}"
-    pipeline = make_pipeline(services, folder, text)
-    for topic in topics.values():
-        create_topic(pipeline.kafka, topic, PARTITIONS, 1, {})
-    first = next(iter(topics.values()))
-    return World(Mini(pipeline, spark, first, first, pipeline.outputs[0].topic), prefix, sources)
+    pipeline = make_pipeline(services, folder, text, partitions=PARTITIONS)
+    return World(mini_of(pipeline, spark), prefix, sources)

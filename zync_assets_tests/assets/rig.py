@@ -18,7 +18,6 @@ from dagster import AssetKey, DagsterInstance, Definitions, ExecuteInProcessResu
 
 from zync_assets.assets.build import build_definitions
 from zync_assets.assets.names import Names
-from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
 from zync_assets_tests import mini
@@ -113,11 +112,7 @@ class Rig:
 def make_pipeline(services: Services, folder: Path, prefix: str, more: str = "", file: str = FILE) -> Pipeline:
     """The pipeline, its two input topics there and empty; orders have two partitions. ``more``: further keys of the file."""
     text = Template(file + more).substitute(prefix=prefix)
-    pipeline = mini.make_pipeline(services, folder, text, name=prefix, lake="./lake")
-    create_topic(pipeline.kafka, f"{prefix}.orders", 2, 1, {})
-    create_topic(pipeline.kafka, f"{prefix}.payments", 1, 1, {})
-    create_topic(pipeline.kafka, f"{prefix}.notes", 1, 1, {})
-    return pipeline
+    return mini.make_pipeline(services, folder, text, name=prefix, lake="./lake", partitions=(2, 1, 1))
 
 
 @contextmanager

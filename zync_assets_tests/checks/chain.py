@@ -12,24 +12,19 @@ d1 comes before s1, and is emitted all the same: the output is not held.
 
 from __future__ import annotations
 
-import io
 import json
 import secrets
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
-from typing import Any
 
-import fastavro
 import pytest
 
 from zync_assets.kafka.registry import Registry
-from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline, RegistryConfig
-from zync_assets_tests.mini import make_pipeline, run_steps, send
+from zync_assets_tests.mini import framed, make_pipeline, run_steps, send
 
 INVOICE = {
     "type": "record",
@@ -87,20 +82,11 @@ class Chain:
         return Path(self.pipeline.lake)
 
 
-def framed(schema_id: int, schema: Mapping[str, Any], value: Mapping[str, Any]) -> bytes:
-    """A datum in Confluent's wire format: a zero byte, the schema's id, the Avro binary encoding."""
-    out = io.BytesIO()
-    fastavro.schemaless_writer(out, fastavro.parse_schema(dict(schema)), value)
-    return b"\0" + schema_id.to_bytes(4, "big") + out.getvalue()
-
-
 def make_chain(services: Services, folder: Path, prefix: str) -> Chain:
     """Topics with the given prefix, filled in two batches, each taken through all steps."""
     invoices, status, new = (f"{prefix}.{name}" for name in ("Invoices", "InvoiceStatus", "New"))
     text = Template(FILE).substitute(invoices=invoices, status=status, new=new)
-    pipeline = make_pipeline(services, folder, text, name="chain", lake="./lake")
-    create_topic(pipeline.kafka, invoices, 2, 1, {})
-    create_topic(pipeline.kafka, status, 1, 1, {})
+    pipeline = make_pipeline(services, folder, text, name="chain", lake="./lake", partitions=(2, 1))
     registry = Registry(RegistryConfig(services.registry_url))
     ids = {
         "invoice": registry.register(f"{invoices}-value", json.dumps(INVOICE)),

@@ -18,8 +18,7 @@ from zync_assets.cli.main import main
 from zync_assets.errors import LakeError, LakeUnavailable, SparkLost, SparkUnavailable, ZyncError
 from zync_assets.kafka import topics
 from zync_assets.local.services import Services
-from zync_assets_tests.mini import BOTH, JOIN, mini, row
-from zync_assets_tests.shop import read_topic
+from zync_assets_tests.mini import BOTH, JOIN, mini, read_topic, row
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -116,7 +115,7 @@ def test_one_file_ingests_another_transforms_and_a_third_publishes(
     assert [(done["step"], done["records"]) for done in zync("run", "--until-idle")] == [("publish", 2)]
     zync("check")
     assert [found["topic"] for found in zync("status")] == [whole.out]
-    assert len(read_topic(services.bootstrap_servers, whole.out)) == 2
+    assert len(read_topic(whole.pipeline, whole.out)) == 2
     assert publishes.pipeline.inputs == ()
 
 

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
 from zync_assets.cli.records import pending_rows
 from zync_assets.etl import positions, waits
-from zync_assets.kafka.topics import create_topic
 from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.local.services import Services
-from zync_assets_tests.mini import Mini, failing_commit, make_pipeline
+from zync_assets_tests.mini import Mini, failing_commit, make_pipeline, mini_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -139,10 +138,8 @@ class World:
 
 
 def make(services: Services, spark: SparkSession, folder: Path, name: str, second: str = "wait") -> World:
-    pipeline = make_pipeline(services, folder, TEXT.format(name=name, second=second))
-    for item in pipeline.inputs:
-        create_topic(pipeline.kafka, item.topic, 1, 1, {})
-    return World(Mini(pipeline, spark, f"{name}.orders", f"{name}.customers", f"{name}.out"), name, Model(second))
+    pipeline = make_pipeline(services, folder, TEXT.format(name=name, second=second), partitions=1)
+    return World(mini_of(pipeline, spark), name, Model(second))
 
 
 def test_events_make_outputs_wait_or_go_into_quarantine(
@@ -298,10 +295,8 @@ def test_pairs_look_up_rows_when_the_table_has_a_type(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
     orders, payments, customers = (f"{unique}.{name}" for name in ("orders", "payments", "customers"))
-    pipeline = make_pipeline(services, tmp_path, OTHERS.format(name=unique))
-    for item in pipeline.inputs:
-        create_topic(pipeline.kafka, item.topic, 1, 1, {})
-    it = Mini(pipeline, spark, orders, payments, f"{unique}.out")
+    pipeline = make_pipeline(services, tmp_path, OTHERS.format(name=unique), partitions=1)
+    it = mini_of(pipeline, spark)
     names = ("Ann", "Bob", "Bob", "Cid")
     schema = {
         "type": "struct",

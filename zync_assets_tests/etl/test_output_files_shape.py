@@ -13,8 +13,7 @@ from zync_assets.checks.output_checks import run_all
 from zync_assets.etl import ledger
 from zync_assets.lake.quarantine_table import quarantined_records
 from zync_assets.local.services import Services
-from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
-from zync_assets_tests.shop import read_topic
+from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, read_topic, row
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -61,7 +60,7 @@ def test_outputs_are_mapped_and_filtered_and_those_that_waited_are_dropped(
     assert it.classes(it.left) == {"done": 3, "dropped": 3}
     assert it.classes(it.right) == {"done": 1, "dropped": 2, "pending": 1}
     it.publish()
-    found = read_topic(it.pipeline.kafka["bootstrap.servers"], it.out)
+    found = read_topic(it.pipeline, it.out)
     assert [(offset, json.loads(key or b""), value and json.loads(value)) for offset, key, value in found] == [
         (0, {"k": "k2"}, {"ID": 2, "l": "X"}),
         (1, {"k": "k4"}, None),

@@ -14,8 +14,7 @@ from zync_assets.errors import EtlError, RegistryError, SchemaError
 from zync_assets.kafka.registry import Registry
 from zync_assets.local.services import Services
 from zync_assets.pipeline import RegistryConfig
-from zync_assets_tests.mini import BOTH, Mini, mini, row
-from zync_assets_tests.shop import read_topic
+from zync_assets_tests.mini import BOTH, Mini, mini, read_topic, row
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -53,7 +52,7 @@ def test_subjects_are_named_as_the_file_says(
     assert {f"{it.out}-key", subject} <= set(registry.subjects())
     assert f"{it.out}-value" not in registry.subjects()
     read = AvroDeserializer(SchemaRegistryClient({"url": services.registry_url}))
-    ((_, key, value),) = read_topic(services.bootstrap_servers, it.out)
+    ((_, key, value),) = read_topic(it.pipeline, it.out)
     sides: list[tuple[bytes | None, Any]] = [(key, MessageField.KEY), (value, MessageField.VALUE)]
     assert [read(payload, SerializationContext(it.out, side)) for payload, side in sides] == [
         {"id": 1},

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +17,7 @@ from zync_assets.etl.plan import EtlCommit
 from zync_assets.local.services import Services
 from zync_assets.publish.plan import plan_publish
 from zync_assets.runner import rebuild_all
-from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
+from zync_assets_tests.mini import BOTH, JOIN, Mini, die, mini, row, run
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -387,31 +383,21 @@ POINTS = {
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
-def test_a_rebuild_that_was_killed_goes_on(make: Make, tmp_path: Path, points: Sequence[str]) -> None:
+def test_a_rebuild_that_was_killed_goes_on(make: Make, points: Sequence[str]) -> None:
     """Two batches of the scratch pool, then the commit. A new edit is rebuilt after each kill."""
     it = make(BOTH + JOIN)
     for number in range(2):
         it.send(it.left, *((f"k{at}", row(at, "l")) for at in range(number * 3, number * 3 + 3)))
         it.send(it.right, *((f"k{at}", row(at, "r")) for at in range(number * 3, number * 3 + 2)))
         it.step()
-    script = (
-        "from zync_assets.etl import plan\nplan.plan_etl.__defaults__ = (*plan.plan_etl.__defaults__[:1], 4, None)\n"
-    )
-    script += "from zync_assets.cli.main import main; main()"
+    four = "from zync_assets.etl import plan\nplan.plan_etl.__defaults__ = (*plan.plan_etl.__defaults__[:1], 4, None)"
     staged = 4
     for number, point in enumerate(points):
         edited = it.edited(BOTH + JOIN.replace("left.value.v", f"left.value.v || '{number}'"))
-        command = [sys.executable, "-c", script, "rebuild", str(edited.pipeline.path)]
-        log = tmp_path / "zync.log"
-        with log.open("wb") as out:
-            armed = {**os.environ, "ZYNC_CRASH": point}
-            code = subprocess.run(command, stdout=out, stderr=out, env=armed, timeout=280, check=False).returncode
-        assert code == -signal.SIGKILL, log.read_text()
-        with log.open("wb") as out:
-            code = subprocess.run(command, stdout=out, stderr=out, timeout=280, check=False).returncode
-        assert code == 0, log.read_text()
+        die(edited.pipeline, point, "rebuild", first=four)
+        said = run(edited.pipeline, "rebuild", first=four)
         if point.startswith(("rebuild", "etl:outputs-written@3")):
-            assert "~rebuild" not in log.read_text()
+            assert "~rebuild" not in said
         staged += 4
         assert len(edited.staged()) == staged, point
         assert {row["l"] for row in rows(edited).values()} == {f"l{number}"}

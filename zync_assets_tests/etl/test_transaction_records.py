@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -40,8 +39,7 @@ from zync_assets.pipeline_file import load
 from zync_assets.runner import ingest_all
 from zync_assets_tests.etl.test_streams import SHOP, TYPE, batch, change, etl, outputs, status, target
 from zync_assets_tests.lake.rows import SCHEMA, file, records
-from zync_assets_tests.mini import Mini, mini
-from zync_assets_tests.test_kills import kill
+from zync_assets_tests.mini import Mini, kill, log_of, mini, run, start
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -216,16 +214,14 @@ def staged_ends(it: Mini) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_run_never_stages_a_part_of_a_transaction(source: Source, tmp_path: Path) -> None:
+def test_a_killed_run_never_stages_a_part_of_a_transaction(source: Source) -> None:
     """``zync run`` is killed six times at random moments while transactions are on their way."""
-    it, random, log = source.it, Random(3), tmp_path / "zync.log"
+    it, random = source.it, Random(3)
     source.changes(0, *((side, "c", id, "0") for id in range(5) for side in ("left", "right")))
     source.commit(0)
     sizes = Counter({"0": 5})
-    command = [sys.executable, "-c", "from zync_assets.cli.main import main; main()", "run", str(it.pipeline.path)]
     for _ in range(6):
-        with log.open("wb") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        process = start(it.pipeline, "run")
         last = len(staged_ends(it)) + random.randint(1, 6)
         while len(staged_ends(it)) < last:
             number = len(sizes)
@@ -237,10 +233,8 @@ def test_a_killed_run_never_stages_a_part_of_a_transaction(source: Source, tmp_p
             source.changes(number, *rows[cut:])
             source.commit(number)
             sizes[str(number)] = len(rows)
-        kill(process, log)
-    with log.open("wb") as out:
-        done = subprocess.run([*command, "--until-idle"], stdout=out, stderr=out, timeout=280, check=False)
-    assert done.returncode == 0, log.read_text()
+        kill(process, log_of(it.pipeline))
+    run(it.pipeline, "run", "--until-idle")
     texts = [next(text for text in value.values() if text is not None) for _, value in outputs(it)]
     assert Counter(texts) == sizes
     ends = staged_ends(it)

@@ -24,7 +24,7 @@ from zync_assets.lake.raw import open_raw
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
-from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
+from zync_assets_tests.mini import BOTH, JOIN, Mini, framed, mini, row
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -381,7 +381,6 @@ def test_writers_with_several_schemas_share_a_range_and_added_fields_widen_the_t
 ) -> None:
     from zync_assets.kafka.registry import Registry
     from zync_assets.pipeline import RegistryConfig
-    from zync_assets_tests.checks.chain import framed
 
     it = mini(services, spark, tmp_path, unique, AVRO + JOIN)
     registry = Registry(RegistryConfig(services.registry_url))

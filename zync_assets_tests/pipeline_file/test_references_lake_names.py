@@ -17,7 +17,7 @@ from zync_assets.checks.output_checks import run_all
 from zync_assets.cli.main import main
 from zync_assets.errors import EtlError, SchemaError
 from zync_assets.local.services import Services
-from zync_assets_tests.mini import Mini, mini, published
+from zync_assets_tests.mini import Mini, mini
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -73,13 +73,13 @@ def test_any_name_works_from_topic_to_lake_to_expressions_to_output(make: Make) 
     it.send(it.right, {"the id": "<first name>", "ID": "A", "id": "a"})
     it.step()
     payloads = [one["payload"] for one in records]
-    (joined,) = (json.loads(text) for text in published(it, it.out))
+    (joined,) = (json.loads(text) for text in it.published(it.out))
     assert joined == {"the whole": payloads[0], "ID": "a", "id": "A", "a.b": {"ü;": "large"}}
-    (connect,) = (json.loads(text) for text in published(it, f"{it.out}.c"))
+    (connect,) = (json.loads(text) for text in it.published(f"{it.out}.c"))
     assert connect["payload"] == payloads[1]
     assert [item["field"] for item in connect["schema"]["fields"]] == [*NAMES, "inner"]
     assert [item["optional"] for item in connect["schema"]["fields"]] == [*(False for _ in NAMES), True]
-    (avro,) = published(it, f"{it.out}.a")
+    (avro,) = it.published(f"{it.out}.a")
     schema = {
         "type": "record",
         "name": "V",
@@ -98,7 +98,7 @@ def test_any_name_works_from_topic_to_lake_to_expressions_to_output(make: Make) 
         FIELDS.pop()
     it.send(it.left, (None, more))
     it.step()
-    assert json.loads(published(it, f"{it.out}.c")[-1])["payload"] == more["payload"]
+    assert json.loads(it.published(f"{it.out}.c")[-1])["payload"] == more["payload"]
     for result in run_all(it.pipeline):
         assert result.passed or result.severity == "warn", f"{result.name}: {result.summary}"
     # Every key was null until now.
@@ -153,7 +153,7 @@ def test_shapes_of_inputs_and_outputs_name_fields_as_the_topics_do(make: Make) -
     for name in ("one", "two"):
         it.send(it.left, *[{"the id": id, "Name": "", "name": name, "list": [{"a b": id}]} for id in (1, 2)])
         it.step()
-    assert [json.loads(text) for text in published(it, it.out)] == [
+    assert [json.loads(text) for text in it.published(it.out)] == [
         {"o o": "one", "O o": 2},
         {"o o": "two", "O o": 2},
     ]

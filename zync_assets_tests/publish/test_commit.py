@@ -35,8 +35,7 @@ from zync_assets.publish.commit import recreate_topic
 from zync_assets.publish.encoding import encoded_rows, staged_topic
 from zync_assets.publish.plan import plan_publish
 from zync_assets_tests.checks.damage import change_account, edit
-from zync_assets_tests.mini import BOTH, Mini, mini, openings, row
-from zync_assets_tests.shop import read_topic
+from zync_assets_tests.mini import BOTH, Mini, mini, openings, read_topic, row
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -70,7 +69,7 @@ def ids(it: Mini) -> list[tuple[int, Any]]:
     """(offset, id) of the records in the output topic."""
     return [
         (offset, json.loads(value)["id"] if value is not None else None)
-        for offset, _, value in read_topic(it.pipeline.kafka["bootstrap.servers"], it.out)
+        for offset, _, value in read_topic(it.pipeline, it.out)
     ]
 
 
@@ -173,7 +172,7 @@ def test_a_foreign_record_within_an_announced_window_is_found_and_named(make: Ma
         ForeignRecord, match=rf"topic {it.out}, partition 0: the record at offset 0 .* --recreate {it.out}"
     ):
         it.publish()
-    assert len(read_topic(it.pipeline.kafka["bootstrap.servers"], it.out)) == 1
+    assert len(read_topic(it.pipeline, it.out)) == 1
 
 
 def test_a_foreign_record_after_the_staged_ones_is_found_and_recreating_is_the_way_back(make: Make) -> None:
@@ -249,7 +248,7 @@ def test_two_topics_of_one_form_each_have_their_own_records(
     it.step()
     for topic, value in ((it.out, b"one"), (f"{it.out}.b", b"two")):
         it.publish(topic)
-        assert read_topic(it.pipeline.kafka["bootstrap.servers"], topic) == [(0, None, value)]
+        assert read_topic(it.pipeline, topic) == [(0, None, value)]
 
 
 def test_a_publish_opens_each_version_of_a_table_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

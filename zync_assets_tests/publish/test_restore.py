@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from decimal import Decimal
-from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fastavro
 import pytest
 
-from zync_assets.codecs.avro.decoder import header
 from zync_assets.errors import ForeignRecord, KafkaError, LakeError, SchemaError
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
@@ -24,7 +18,7 @@ from zync_assets.local.services import Services
 from zync_assets.publish import restore as restorer
 from zync_assets.publish.restore import restore
 from zync_assets.sinks.steps import sink_all
-from zync_assets_tests.mini import Mini, mini
+from zync_assets_tests.mini import Mini, die, framed, mini, run
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -142,7 +136,9 @@ def test_avro_is_encoded_again_with_the_schemas_of_its_writers(
         for number in range(3):
             row = {"id": number, "v": chr(97 + number) if number else None, "more": Decimal(number).scaleb(-2)}
             sides = [(key, f"{it.left}-key"), (schema, f"{it.left}-value")]
-            rows.append(tuple(framed(registry, subject, kind, row) for kind, subject in sides))  # pyright: ignore
+            rows.append(
+                tuple(framed(registry.register(subject, json.dumps(kind)), kind, row) for kind, subject in sides)
+            )  # pyright: ignore
     it.send(it.left, *rows, (rows[0][0], None), times=[TIME] * 10)
     document = {"schema": {"type": "struct", "fields": [{"field": "a", "type": "int32"}]}, "payload": {"a": 1}}
     it.send(it.right, (b"k", document), times=[TIME])
@@ -197,31 +193,16 @@ def test_texts_of_json_and_connect_are_not_taken_for_payloads(
     assert [records(it, f"{unique}.both", at) for at in (0, 1)] == [records(it, it.left, at) for at in (0, 1)]
 
 
-def framed(registry: Registry, subject: str, schema: dict[str, Any], row: dict[str, Any]) -> bytes:
-    data = BytesIO()
-    own = {name: row[name] for name in (item["name"] for item in schema["fields"])}
-    fastavro.schemaless_writer(data, fastavro.parse_schema(schema), own)
-    return header(registry.register(subject, json.dumps(schema))) + data.getvalue()
-
-
 @pytest.mark.slow
 def test_a_killed_restore_goes_on_where_it_stopped(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
     it = filled(services, spark, tmp_path, unique)
     copy = f"{unique}.copy"
-    script = (
-        "from zync_assets.publish import restore; restore.WINDOW_RECORDS = 30\n"
-        "from zync_assets.cli.main import main; main()"
-    )
-    line = [sys.executable, "-c", script, "restore", str(it.pipeline.path), "--from", f"Raw.{it.left}", "--to", copy]
-
-    def run(point: str | None = None) -> int:
-        env = {**os.environ, **({"ZYNC_CRASH": point} if point else {})}
-        return subprocess.run(line, env=env, check=False, capture_output=point is not None, timeout=250).returncode
-
+    small = "from zync_assets.publish import restore; restore.WINDOW_RECORDS = 30"
+    words = "restore", "--from", f"Raw.{it.left}", "--to", copy
     for number, point in enumerate([*POINTS, *POINTS]):
-        assert run(f"{point}@{number // 2 + 1}") == -9
-    assert run() == 0
+        die(it.pipeline, f"{point}@{number // 2 + 1}", *words, first=small)
+    run(it.pipeline, *words, first=small)
     for partition in (0, 1):
         assert records(it, copy, partition) == records(it, it.left, partition)

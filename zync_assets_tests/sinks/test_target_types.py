@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Mapping
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-import fastavro
 import pytest
 
 from zync_assets.checks.state_checks import rows_match
-from zync_assets.codecs.avro.decoder import header
 from zync_assets.kafka.registry import Registry
 from zync_assets.local.services import Services
 from zync_assets.sinks.steps import sink_all
 from zync_assets_tests.connect import postgres
-from zync_assets_tests.mini import Mini, mini
+from zync_assets_tests.mini import Mini, framed, mini
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -111,19 +107,13 @@ ROW: dict[str, Any] = {
 }
 
 
-def framed(registry: Registry, it: Mini, number: int, values: Mapping[str, Any]) -> bytes:
-    data = BytesIO()
-    fastavro.schemaless_writer(data, fastavro.parse_schema(SCHEMA), {"id": number, **values})
-    return header(registry.register(f"{it.left}-value", json.dumps(SCHEMA))) + data.getvalue()
-
-
 def play(services: Services, spark: SparkSession, folder: Path, unique: str, kind: str, url: str) -> Mini:
     """Write a full row, an empty row, and then the full row to where the empty one was."""
     it = mini(services, spark, folder, unique, PIPELINE.replace("KIND", kind).replace("URL", url))
     assert it.pipeline.registry is not None
-    registry = Registry(it.pipeline.registry)
+    schema_id = Registry(it.pipeline.registry).register(f"{it.left}-value", json.dumps(SCHEMA))
     for rows in ({1: ROW, 2: {}, 3: ROW}, {2: ROW, 3: {}}):
-        it.send(it.left, *(framed(registry, it, number, values) for number, values in rows.items()))
+        it.send(it.left, *(framed(schema_id, SCHEMA, {"id": number, **values}) for number, values in rows.items()))
         it.ingest()
         assert [made.quarantined for made in sink_all(it.pipeline, lambda: spark)] == [0, 0, 0]
     for sink in it.pipeline.sinks:

@@ -14,8 +14,7 @@ from zync_assets.codecs.dispatch import make_encoder
 from zync_assets.etl.rules.output_schemas import is_empty, null_masks, parse_group, schema_groups, without
 from zync_assets.kafka.registry import Registry
 from zync_assets.local.services import Services
-from zync_assets_tests.mini import BOTH, Mini, mini, row
-from zync_assets_tests.shop import decoded, read_topic
+from zync_assets_tests.mini import BOTH, Mini, decoded, mini, read_topic, row
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -66,7 +65,7 @@ def test_records_without_what_was_not_sent(
     it = staged(services, spark, tmp_path, unique, form)
     registry = Registry(it.pipeline.registry) if it.pipeline.registry else None
     found: list[Any] = []
-    for _, _, payload in read_topic(it.pipeline.kafka["bootstrap.servers"], it.out):
+    for _, _, payload in read_topic(it.pipeline, it.out):
         if form == "avro":
             assert registry is not None
             found.append(decoded(registry, payload))

@@ -9,10 +9,9 @@ import pytest
 
 from zync_assets.checks.state_checks import state_equals_raw
 from zync_assets.errors import EtlError
-from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets.pipeline import UNAVAILABLE_VALUE
-from zync_assets_tests.mini import Mini, make_pipeline
+from zync_assets_tests.mini import make_pipeline, mini_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -34,9 +33,7 @@ def change(id: int, size: int, note: str = UNAVAILABLE_VALUE, op: str = "u") -> 
 
 def test_rows_of_debezium(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
     topic = f"{unique}.rows"
-    pipeline = make_pipeline(services, tmp_path, TEXT.format(topic=topic))
-    create_topic(pipeline.kafka, topic, 2, 1, {})
-    it = Mini(pipeline, spark, topic, topic, f"{topic}.out")
+    it = mini_of(make_pipeline(services, tmp_path, TEXT.format(topic=topic), partitions=2), spark)
     # Within one batch, and after an earlier batch, the row keeps the value that was not sent.
     it.send(topic, change(1, 1, "long", "c"), change(1, 2), change(2, 1, "other", "c"))
     it.step()
@@ -63,9 +60,7 @@ def test_a_key_in_two_partitions_by_time(services: Services, spark: SparkSession
     text = TEXT.format(topic=topic).replace(
         f"{{t: {topic}}}", f"{{t: {{topic: {topic}, key-in-many-partitions: latest-time}}}}"
     )
-    pipeline = make_pipeline(services, tmp_path, text)
-    create_topic(pipeline.kafka, topic, 2, 1, {})
-    it = Mini(pipeline, spark, topic, topic, f"{topic}.out")
+    it = mini_of(make_pipeline(services, tmp_path, text, partitions=2), spark)
     it.send(topic, change(1, 1, "a"), change(2, 1, "b"), times=[1_000, 4_000])
     it.send(topic, change(1, 2, "c"), change(2, 2, "d"), partition=1, times=[2_000, 3_000])
     it.step()

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from zync_assets import load_pipeline
 from zync_assets.errors import EtlError
-from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
-from zync_assets_tests.mini import Mini, make_pipeline
+from zync_assets_tests.mini import Mini, make_pipeline, mini_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -46,10 +44,7 @@ def made(
     left, right, out = f"{prefix}.t", f"{prefix}.u", f"{prefix}.out"
     join = "u LEFT JOIN t ON t.of = u.id" if key == "u.id" else "t LEFT JOIN u ON t.of = u.id"
     text = TEXT.format(left=left, right=right, out=out, value=value, key=key, where=where, join=join)
-    pipeline = make_pipeline(services, folder, text)
-    for topic in (left, right):
-        create_topic(pipeline.kafka, topic, 1, 1, {})
-    return Mini(pipeline, spark, left, right, out)
+    return mini_of(make_pipeline(services, folder, text, partitions=1), spark)
 
 
 def row(id: int, size: str, of: int | None = None) -> tuple[str, dict[str, Any]]:
@@ -133,7 +128,7 @@ def test_an_earlier_record_that_a_new_view_fails_on_is_an_error(
     topic = f"{unique}.more"
     outputs = f"  - {{topic: {topic}, pool: Staging, format: json, create: {{}}}}\ntransforms:"
     it.pipeline.path.write_text(text.replace("transforms:", outputs) + more.replace(it.out, topic))
-    edited = Mini(load_pipeline(it.pipeline.path), spark, it.left, it.right, it.out)
+    edited = it.loaded()
     edited.send(it.left, row(3, "4", 1))
     edited.ingest()
     with pytest.raises(

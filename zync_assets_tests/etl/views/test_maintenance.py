@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 import pytest
 
-from zync_assets import load_pipeline
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
 from zync_assets.checks.state_checks import state_equals_raw
 from zync_assets.cli.query import rewrite, run_query, tables_of
@@ -28,11 +23,10 @@ from zync_assets.etl.plan import plan_etl, read_raw, transform
 from zync_assets.etl.views import changes, maintenance, state, state_fold, state_index
 from zync_assets.etl.views.state import state_files
 from zync_assets.etl.views.tables import stored_tables
-from zync_assets.kafka.topics import create_topic
 from zync_assets.lake import staging
 from zync_assets.local.services import Services
 from zync_assets.runner import rebuild_all
-from zync_assets_tests.mini import Mini, make_pipeline
+from zync_assets_tests.mini import Mini, die, make_pipeline, mini_of, run
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -109,10 +103,7 @@ def make(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -
     def made(*views: str, partitions: int = 1) -> Shop:
         topics = {alias: f"{unique}.{alias}" for alias in TABLES}
         text = pipeline_text(topics, [f"{unique}.out{at}" for at, _ in enumerate(views)], views)
-        pipeline = make_pipeline(services, tmp_path, text)
-        for topic in topics.values():
-            create_topic(pipeline.kafka, topic, partitions, 1, {})
-        return Shop(Mini(pipeline, spark, topics["o"], topics["c"], pipeline.outputs[0].topic), topics)
+        return Shop(mini_of(make_pipeline(services, tmp_path, text, partitions=partitions), spark), topics)
 
     return made
 
@@ -292,22 +283,15 @@ def test_a_fold_of_all_files_drops_deleted_rows(make: Make, monkeypatch: pytest.
 
 POINTS = ("etl:state-written", "fold:written", "fold:committed")
 """The crash points of views."""
-RUN = """
-import sys
-from zync_assets.cli.main import main
-from zync_assets.etl.views import state_fold
-state_fold.RUNS = 4
-main()
-"""
+FOLDS = "from zync_assets.etl.views import state_fold; state_fold.RUNS = 4"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("point", POINTS)
-def test_a_killed_batch_or_fold_run_again_ends_as_if_nothing_had_been(make: Make, tmp_path: Path, point: str) -> None:
+def test_a_killed_batch_or_fold_run_again_ends_as_if_nothing_had_been(make: Make, point: str) -> None:
     """The command as a real process, killed with its JVM and workers. Before the batch, a table has files for a fold."""
     shop = make(DOCUMENTS)
-    command = [sys.executable, "-c", RUN, "run", str(shop.it.pipeline.path), "--until-idle"]
     shop.send("o", (10, {"customer": 1, "status": "open"}), (11, {"customer": 1, "status": "open"}))
     shop.send("l", (100, {"order_id": 10, "qty": 3}), (101, {"order_id": 11, "qty": 4}))
     for name in ("Ann", "Anna", "Anne"):
@@ -315,15 +299,8 @@ def test_a_killed_batch_or_fold_run_again_ends_as_if_nothing_had_been(make: Make
         shop.it.step()
     shop.send("c", (1, {"name": "Ana"}))
     shop.send("o", (11, None))
-    log = tmp_path / "zync.log"
-    with log.open("wb") as out:
-        armed = {**os.environ, "ZYNC_CRASH": point}
-        code = subprocess.run(command, stdout=out, stderr=out, env=armed, timeout=280, check=False).returncode
-    assert code == -signal.SIGKILL, log.read_text()
-    assert f"killed at {point}" in log.read_text()
-    with log.open("wb") as out:
-        code = subprocess.run(command, stdout=out, stderr=out, timeout=280, check=False).returncode
-    assert code == 0, log.read_text()
+    die(shop.it.pipeline, point, "run", "--until-idle", first=FOLDS)
+    run(shop.it.pipeline, "run", "--until-idle", first=FOLDS)
     shop.check({shop.it.out: DOCUMENTS_SQL})
     shop.send("l", (101, {"order_id": 10, "qty": 5}))
     shop.it.step()
@@ -342,7 +319,7 @@ def test_a_rebuild_stages_the_differences(make: Make) -> None:
     path.write_text(
         path.read_text().replace("<> 'draft'", "<> 'draft' AND o.id < 3").replace("c.name", "upper(c.name)")
     )
-    edited = Shop(Mini(load_pipeline(path), shop.it.spark, shop.it.left, shop.it.right, out), shop.topics, shop.rows)
+    edited = Shop(shop.it.loaded(), shop.topics, shop.rows)
     edited.send("c", (2, {"name": "Bo"}))
     edited.it.ingest()
     with pytest.raises(EtlError, match=r"the definition of view .* changed .* zync rebuild"):

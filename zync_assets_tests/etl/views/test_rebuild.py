@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zync_assets.errors import EtlError
-from zync_assets.kafka.topics import create_topic
 from zync_assets.lake.raw import open_raw
 from zync_assets.local.services import Services
 from zync_assets.runner import rebuild_all
-from zync_assets_tests.mini import Mini, make_pipeline
+from zync_assets_tests.mini import Mini, make_pipeline, mini_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -37,10 +36,8 @@ transforms:
 def made(services: Services, spark: SparkSession, folder: Path, prefix: str, more: str) -> Mini:
     """``more``: further settings of the inputs."""
     left, right, out = f"{prefix}.t", f"{prefix}.u", f"{prefix}.out"
-    pipeline = make_pipeline(services, folder, TEXT.format(left=left, right=right, out=out, more=more))
-    for topic in (left, right):
-        create_topic(pipeline.kafka, topic, 1, 1, {})
-    return Mini(pipeline, spark, left, right, out)
+    text = TEXT.format(left=left, right=right, out=out, more=more)
+    return mini_of(make_pipeline(services, folder, text, partitions=1), spark)
 
 
 def row(id: int, **rest: Any) -> tuple[str, dict[str, Any]]:

@@ -10,11 +10,9 @@ import pytest
 
 from zync_assets.checks.state_checks import state_equals_raw
 from zync_assets.kafka.registry import Registry
-from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets.pipeline import RegistryConfig
-from zync_assets_tests.checks.chain import framed
-from zync_assets_tests.mini import Mini, make_pipeline
+from zync_assets_tests.mini import framed, make_pipeline, mini_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -52,10 +50,8 @@ class Topics:
 
     def __init__(self, services: Services, spark: SparkSession, folder: Path, prefix: str) -> None:
         left, right, out = f"{prefix}.o", f"{prefix}.l", f"{prefix}.out"
-        pipeline = make_pipeline(services, folder, AVRO.format(left=left, right=right, out=out))
-        for topic in (left, right):
-            create_topic(pipeline.kafka, topic, 1, 1, {})
-        self.it = Mini(pipeline, spark, left, right, out)
+        text = AVRO.format(left=left, right=right, out=out)
+        self.it = mini_of(make_pipeline(services, folder, text, partitions=1), spark)
         self.registry = Registry(RegistryConfig(services.registry_url))
 
     def send(self, topic: str, kind: dict[str, Any], *rows: dict[str, Any]) -> None:
@@ -149,10 +145,8 @@ def test_fields_have_the_names_of_their_topics(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
     left, right, out = f"{unique}.o", f"{unique}.c", f"{unique}.out"
-    pipeline = make_pipeline(services, tmp_path, NAMES.format(left=left, right=right, out=out))
-    for topic in (left, right):
-        create_topic(pipeline.kafka, topic, 1, 1, {})
-    it = Mini(pipeline, spark, left, right, out)
+    text = NAMES.format(left=left, right=right, out=out)
+    it = mini_of(make_pipeline(services, tmp_path, text, partitions=1), spark)
 
     def order(id: int, customer: int, size: int) -> tuple[str, dict[str, Any]]:
         row = {"the__id": ("int64", id), "customer=id": ("int64", customer), "a,b": ("int64", size)}
