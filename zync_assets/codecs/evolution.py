@@ -185,7 +185,7 @@ def _merge_structs(target: Any, writer: Any, path: str) -> pa.DataType:
 def holds(table: pa.DataType | None, file: pa.DataType) -> bool:
     """Whether a file of the second type can be read by the column's type: it may lack fields and have narrower types, and
     has no other fields, nor fields by another name."""
-    if table is None or pa.types.is_null(file):
+    if table is None or pa.types.is_null(file) or table.equals(file, check_metadata=True):
         return True
     kinds = pa.types
     if kinds.is_struct(table) and kinds.is_struct(file):

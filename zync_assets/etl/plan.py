@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -165,7 +166,11 @@ class EtlPlan:
 
     def reads(self, topic: str) -> tuple[OffsetRange, ...]:
         """The offsets of an input that go through the rules: new ones, and what is looked at again."""
-        return tuple(normalize([*self.reopening.ranges(topic), *self.ranges[topic]]))
+        return self._reads[topic]
+
+    @cached_property
+    def _reads(self) -> Mapping[str, tuple[OffsetRange, ...]]:
+        return {topic: tuple(normalize([*self.reopening.ranges(topic), *new])) for topic, new in self.ranges.items()}
 
     @property
     def head(self) -> Head:

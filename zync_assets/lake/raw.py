@@ -179,8 +179,8 @@ def _state(table: LakeTable) -> RawState:
     count = table.number("zync:partitions") or 0
 
     def of(name: str) -> dict[int, int]:
-        numbers = {p: table.number(f"zync:{name}:{p}") for p in range(count)}
-        return {p: n for p, n in numbers.items() if n is not None}
+        found = ((p, table.numbers.get(f"zync:{name}:{p}")) for p in range(count))
+        return {p: n for p, n in found if n is not None}
 
     bad, replays = dict.fromkeys(range(count), 0) | of("bad"), table.number("zync:replay") or 0
     more = [of(name) for name in ("left-out", "began", "attempt", "kept", "removed", "reached", "records", "time")]
