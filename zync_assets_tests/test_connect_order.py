@@ -11,7 +11,6 @@ import json
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -37,6 +36,7 @@ from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
 from zync_assets.runner import etl_all, ingest_all, publish_all
 from zync_assets_tests.connect import Postgres, Worker, postgres, sink_settings, source_settings, worker
+from zync_assets_tests.mini import start
 from zync_assets_tests.services import SPARK
 
 if TYPE_CHECKING:
@@ -309,9 +309,7 @@ def make_pipeline(
 @contextmanager
 def zync_run(pipeline: Pipeline, log: Path) -> Generator[subprocess.Popen[bytes]]:
     """``zync run`` beside the test. It must end well when it is asked to."""
-    script = "from zync_assets.cli.main import main; main()"
-    with log.open("wb") as out:
-        process = subprocess.Popen([sys.executable, "-c", script, "run", pipeline.path], stdout=out, stderr=out)
+    process = start(pipeline, "run", log=log)
     try:
         yield process
     finally:

@@ -11,12 +11,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zync_assets import pipeline_file
 from zync_assets.lake import storage, tables
 from zync_assets.local import services
 from zync_assets.pipeline import Pipeline
 from zync_assets.spark.session import spark_session
 from zync_assets_tests.bench.rounds import Rounds
+from zync_assets_tests.mini import make_pipeline
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -46,13 +46,7 @@ class World:
     ) -> Pipeline:
         """A pipeline. ``rest``: its inputs, outputs and transforms; ``lake``: as in its file, default in this world's folder."""
         lake = lake or str(self.folder / "lakes" / name)
-        path = self.folder / f"{name}.yaml"
-        path.write_text(
-            f'name: {name}\nkafka: {{bootstrap.servers: "{self.services.bootstrap_servers}"}}\n'
-            f'registry: {{url: "{self.services.registry_url}"}}\nlake: {lake}\nsettle: 1\n'
-            f"spark: {{{spark}}}\n{rest}"
-        )
-        return pipeline_file.load(path)
+        return make_pipeline(self.services, self.folder, rest, name=name, lake=lake, spark=f"{{{spark}}}")
 
     def spark(self, pipeline: Pipeline) -> SparkSession:
         return spark_session(pipeline.spark, pipeline.lake, long=True)

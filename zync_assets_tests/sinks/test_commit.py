@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import sqlite3
 import subprocess
@@ -25,7 +24,7 @@ from zync_assets.local.services import Services
 from zync_assets.sinks.replay import LEFT_OUT, OVERTAKEN, drop_refused, refused_records, replay_refused
 from zync_assets.sinks.steps import Rest, reset_sink, sink_all, sink_awake
 from zync_assets.sinks.target import Place
-from zync_assets_tests.mini import BOTH, Mini, mini, row
+from zync_assets_tests.mini import BOTH, Mini, die, mini, row, run
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -429,8 +428,8 @@ def test_a_killed_sink_run_again_ends_as_if_nothing_had_been(
             else:
                 wanted[key] = (v, v + v if op == "c" else wanted.get(key, (None, None))[1])
         it.step()
-        assert command(it, point) == -9
-        assert command(it) == 0
+        die(it.pipeline, point, "sink")
+        run(it.pipeline, "sink")
         assert {found[0]: found[1:] for found in rows(it)} == wanted, point
         assert not list(tmp_path.glob("shop.db-*"))
     assert rows(it, "SELECT next FROM zync_positions") == [(it.head.outputs[it.out, 0].next,)]
@@ -450,9 +449,3 @@ def test_a_killed_sink_run_again_ends_as_if_nothing_had_been(
 
 
 ZYNC = (sys.executable, "-c", "from zync_assets.cli.main import main; main()")
-
-
-def command(it: Mini, point: str | None = None) -> int:
-    line = [*ZYNC, "sink", str(it.pipeline.path)]
-    env = {**os.environ, **({"ZYNC_CRASH": point} if point else {})}
-    return subprocess.run(line, env=env, check=False, capture_output=point is not None, timeout=280).returncode
