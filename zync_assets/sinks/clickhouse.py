@@ -376,7 +376,7 @@ class ClickhouseTarget(SqlTarget):
     def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
         with self.connection() as connection:
             table = self._reflected(connection, spec)
-            query = final(sa.select(*(read_column(table.c[item.name], item) for item in spec.columns)), table)
+            query = final(sa.select(*(read_column(table, item) for item in spec.columns)), table)
             text = sql_text(connection, query)
             with client_of(connection).query_arrow_stream(text, use_strings=False) as batches:
                 for batch in batches:

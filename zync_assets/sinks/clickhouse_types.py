@@ -155,7 +155,11 @@ def stored(column: pa.Array, name: str) -> pa.Array:
     return column
 
 
-def read_column(column: sa.ColumnElement[Any], spec: Column) -> sa.ColumnElement[Any]:
+def read_column(table: sa.Table, spec: Column) -> sa.ColumnElement[Any]:
+    """A column as ``as_source`` takes its values. A column that no batch has needed yet is not there: nulls."""
+    if spec.name not in table.c:
+        return sa.cast(sa.null(), ch.Nullable(ch.String())).label(spec.name)
+    column = table.c[spec.name]
     is_text = spec.as_json or pa.types.is_string(spec.type)
     return sa.func.toString(column).label(spec.name) if is_text else column
 
@@ -165,7 +169,9 @@ def as_source(batch: pa.RecordBatch, spec: TableSpec) -> pa.RecordBatch:
     columns: list[pa.Array] = []
     for number, item in enumerate(spec.columns):
         values = batch.column(number)
-        if pa.types.is_time(item.type):
+        if values.null_count == len(values):
+            values = pa.nulls(len(values))
+        elif pa.types.is_time(item.type):
             texts = values.cast(pa.string()).to_pylist()
             values = pa.array([None if text is None else time.fromisoformat(text) for text in texts], item.type)
         columns.append(values.cast(pa.string() if item.as_json else item.type))

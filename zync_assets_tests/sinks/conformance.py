@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from typing import Any
@@ -235,6 +236,7 @@ def assert_conforms(kind: str, url: str, load_tables: Any, *, count: int = 8, se
     _assert_loser_changes_nothing(target, seed, count)
     _assert_bad_records_are_kept(target)
     assert rows_of(target) == model(target, seed, count)
+    _assert_missing_column_is_null(target)
     _assert_reset_goes_on(kind, url, seed, count)
 
 
@@ -257,6 +259,13 @@ def _assert_bad_records_are_kept(target: Target) -> None:
     target.merge(Merge(PLACE, table, ORIGIN, {0: at}, {0: at + 1}, bad=(bad,)))
     assert target.progress(PLACE).bad == (bad,)
     assert target.progress(PLACE).next == {0: at + 1}
+
+
+def _assert_missing_column_is_null(target: Target) -> None:
+    """Rows are read with every column of the source. The table lacks a column that no batch has had."""
+    table, count = spec(target, changed=True), len(rows_of(target))
+    wider = replace(table, columns=(*table.columns, Column("missing", pa.date32())))
+    assert [row["missing"] for batch in target.rows(wider) for row in batch.to_pylist()] == [None] * count
 
 
 def _assert_reset_goes_on(kind: str, url: str, seed: int, count: int) -> None:
