@@ -287,8 +287,10 @@ def read_etl(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOT
 
 
 def _read_plan(pipeline: Pipeline, session: Session, plan: EtlPlan) -> EtlBatch:
-    slices = {topic: read_raw(session, pipeline, plan, topic) for topic in plan.ranges}
-    return transform(session, pipeline, plan, slices)
+    # Each slice asks for the session, and each answer sets its properties again.
+    once = cache(session)
+    slices = {topic: read_raw(once, pipeline, plan, topic) for topic in plan.ranges}
+    return transform(once, pipeline, plan, slices)
 
 
 def rebuild_all(

@@ -316,11 +316,13 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
         held, small = bool(transform.held), transform.small
         if held:
             wanted += [*row, *order] if small else row
-        outs = [Numbered(labels.of_topic(name), item.count, item.column()) for name, item in partitions.items()]
         parts = transform.ordering.parts
         bounds = positions.bucket_bounds(transform.spans, parts)
         if plan.recomputed is not None:
             bounds = rebuild_bounds(transform, parts)
+        # One bucket needs no counts before it. Spark takes milliseconds to make the column of each topic.
+        numbered_topics = partitions if bounds else {}
+        outs = [Numbered(labels.of_topic(name), item.count, item.column()) for name, item in numbered_topics.items()]
         ties = ["follows"] if held and pending.hold is not NO_HOLD else []
         unused = [*([] if small else order), *([] if ties else ["follows"])] if held else ()
         ties += ["number"] if "number" in rows.optional else []
