@@ -228,7 +228,7 @@ class SqlTarget(Target):
             if merge.clear and table is not None:
                 connection.execute(sa.delete(table))
                 for place in merge.cleared:
-                    connection.execute(sa.delete(QUARANTINE).where(*at_place(QUARANTINE, place)))
+                    self.forget_bad(connection, place)
                 crash_point("sink:emptied")
             for number, load in enumerate(merge.loads):
                 assert table is not None
@@ -238,6 +238,10 @@ class SqlTarget(Target):
             crash_point("sink:merging")
         crash_point("sink:merged")
         self.drop([load.name for load in merge.loads])
+
+    def forget_bad(self, connection: Connection, place: Place) -> None:
+        """Remove a place's refused records from the quarantine."""
+        connection.execute(sa.delete(QUARANTINE).where(*at_place(QUARANTINE, place)))
 
     def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
         with self.connection() as connection:
