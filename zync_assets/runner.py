@@ -287,7 +287,7 @@ def read_etl(pipeline: Pipeline, session: Session, pool: str, retry: Retry = NOT
 
 
 def _read_plan(pipeline: Pipeline, session: Session, plan: EtlPlan) -> EtlBatch:
-    # Each slice asks for the session, and each answer sets its properties again.
+    # Each slice asks for the session. The session would set its properties again each time.
     once = cache(session)
     slices = {topic: read_raw(once, pipeline, plan, topic) for topic in plan.ranges}
     return transform(once, pipeline, plan, slices)

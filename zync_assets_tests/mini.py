@@ -1,4 +1,4 @@
-"""The way to a small pipeline of a test: its file, its topics, its records, its steps, its processes and its results.
+"""A small pipeline of a test: the file, topics and records, the steps and processes, and the results.
 
 ``Mini`` is a pipeline with two input topics. Data and rules of their own have ``shop`` (changes of a CDC tool),
 ``event_world`` and ``view_world`` (beside a model), ``checks.chain`` (a lake to damage) and ``assets.rig`` (in Dagster).
@@ -262,7 +262,7 @@ def ingest(pipeline: Pipeline, *topics: str) -> None:
 
 
 def transform(pipeline: Pipeline) -> int:
-    """Transform all that is there, in this process; the number of batches."""
+    """Transform all raw records in this process. Returns the number of batches."""
     return len(list(etl_all(pipeline, partial(_session, pipeline))))
 
 
@@ -286,7 +286,7 @@ ZYNC = "from zync_assets.cli.main import main; main()"
 
 
 def log_of(pipeline: Pipeline) -> Path:
-    """The file that the commands write to, each from its beginning."""
+    """The log file of the commands. Each command empties the file first."""
     return pipeline.path.with_suffix(".log")
 
 
@@ -295,7 +295,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start ``zync command FILE options`` as a process that leads a session.
 
-    ``point``: the crash point at which it dies. ``first``: Python that the process runs before the command.
+    ``point``: the crash point at which the process dies. ``first``: Python code that runs before the command.
     """
     line = [sys.executable, "-c", f"{first}\n{ZYNC}", command, str(pipeline.path), *options]
     with (log or log_of(pipeline)).open("wb") as out:
@@ -329,12 +329,12 @@ def _ended(process: subprocess.Popen[bytes], seconds: int) -> int:
 
 
 def kill(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Kill a process, which leads a session, with its JVM and workers. The process must not have ended."""
+    """Kill the leader of a session, with its JVM and workers. The process must not have ended."""
     assert kill_family(process) == -signal.SIGKILL, f"it ended before the kill: {log.read_text()}"
 
 
 def kill_family(process: subprocess.Popen[bytes]) -> int:
-    """Kill a process, which leads a session, with its JVM and workers, unless it has ended; its exit code."""
+    """Kill the leader of a session, with its JVM and workers, unless it has ended. Returns the exit code."""
     # Spark puts its Python workers into a process group of their own.
     family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     with suppress(ProcessLookupError):

@@ -320,7 +320,7 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
         bounds = positions.bucket_bounds(transform.spans, parts)
         if plan.recomputed is not None:
             bounds = rebuild_bounds(transform, parts)
-        # One bucket needs no counts before it. Spark takes milliseconds to make the column of each topic.
+        # A single bucket has no earlier buckets to count. Spark takes milliseconds to make each topic's column.
         numbered_topics = partitions if bounds else {}
         outs = [Numbered(labels.of_topic(name), item.count, item.column()) for name, item in numbered_topics.items()]
         ties = ["follows"] if held and pending.hold is not NO_HOLD else []

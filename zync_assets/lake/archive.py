@@ -332,7 +332,7 @@ def may_grow(archive: str, item: ArchiveObject, load: str) -> bool:
 
 
 def read_object(archive: str, item: ArchiveObject) -> Iterator[pa.RecordBatch]:
-    """The records of a Parquet object: ``kafka``, ``key``, ``value``. LakeError if it is gone, or no such object."""
+    """The records of a Parquet object: ``kafka``, ``key``, ``value``. LakeError if the object is gone, or can't be read."""
     try:
         yield from _batches(archive, [item.path])
     except FileNotFoundError:
@@ -340,7 +340,7 @@ def read_object(archive: str, item: ArchiveObject) -> Iterator[pa.RecordBatch]:
 
 
 def read_lines(archive: str, item: ArchiveObject) -> Iterator[dict[str, Any]]:
-    """The records of an object of JSON lines. LakeError if it is gone, or no such object."""
+    """The records of an object of JSON lines. LakeError if the object is gone, or can't be read."""
     try:
         for line in gzip.decompress(_read(storage.join(archive, item.path))).splitlines():
             row = json.loads(line)
