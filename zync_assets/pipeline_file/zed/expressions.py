@@ -175,7 +175,9 @@ class Compiler:
 
     def _array(self, items: Sequence[Term], place: ZedPlace) -> Term:
         self.demands.alike(items, place, "an array")
-        return Term(f"array({', '.join(item.sql for item in items)})", "array", sure=True)
+        # The parser takes `array() <` for the beginning of a type.
+        sql = f"array({', '.join(item.sql for item in items)})" if items else "(array())"
+        return Term(sql, "array", sure=True)
 
     def _choice(self, cases: Sequence[tuple[Node, Node]], otherwise: Node, this: Value, place: ZedPlace) -> Term:
         made = [(self.condition(test, this, positive=True), self.term(then, this)) for test, then in cases]

@@ -131,6 +131,8 @@ def member(value: Value, name: str, place: ZedPlace) -> Value:
     if isinstance(value, FieldRef):
         return FieldRef((*value.path, name))
     if isinstance(value, Term):
+        if value.kind not in (None, "null", "record", "array"):
+            raise ZedProblem(place, f"`{value.sql}` is {noun(value.kind)} and has no field `{name}`")
         return Term(f"{value.within(ATOM)}.{path_sql((name,))}")
     if isinstance(value, ClosedRecord):
         if name not in value.fields:

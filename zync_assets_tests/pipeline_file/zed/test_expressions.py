@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
 from zync_assets.pipeline_file.zed.expressions import Compiler
 from zync_assets.pipeline_file.zed.grammar import parse_condition
-from zync_assets.pipeline_file.zed.nodes import Node, ZedProblem
+from zync_assets.pipeline_file.zed.nodes import Binary, Elements, Node, ZedProblem
 from zync_assets.pipeline_file.zed.program import compile_program
 from zync_assets.pipeline_file.zed.values import ClosedRecord, Demands, FieldRef
 from zync_assets_tests.pipeline_file.zed.test_grammar import NODES
@@ -63,6 +63,7 @@ def test_a_condition_is_short_sql_that_the_other_modules_read(text: str) -> None
 
 
 @given(NODES)
+@example(Binary("<", Elements(()), Elements(())))
 def test_any_expression_is_sql_or_a_problem(node: Node) -> None:
     this = ClosedRecord({name: FieldRef(("in", name)) for name in ("in", "left", "x1", "größe")})
     try:
@@ -77,6 +78,7 @@ PROBLEMS = {
     "value.a / 2 == 1": "write int64(…) or float64(…) around it",
     '1 + "a" == "1a"': "string(…) makes a text of a number",
     '-"a" == 1': "'a'` is a text and is the operand of `-`",
+    "(1h).x == 1": "is a duration and has no field `x`",
     "null": "null is no condition",
     '"a"': "is a text and is a condition, which takes a boolean",
     "<int64>": "a type is no value",
