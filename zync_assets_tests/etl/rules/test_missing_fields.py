@@ -23,8 +23,7 @@ from zync_assets.pipeline import RegistryConfig
 from zync_assets.pipeline_file.conditions import TYPED_ARGUMENTS
 from zync_assets.quarantine.replay import ReplayCommit
 from zync_assets.runner import replay_all
-from zync_assets_tests.mini import mini
-from zync_assets_tests.test_connect_types import framed
+from zync_assets_tests.mini import framed, mini
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -98,6 +97,11 @@ def test_a_schema_that_the_registry_no_longer_has_stops_no_rule(
         newest_type(away, item, "value", [987654321])
 
 
+def payload(registry: Registry, subject: str, schema: dict[str, Any], value: dict[str, Any]) -> bytes:
+    """A record of a schema, which becomes a version of the subject."""
+    return framed(registry.register(subject, json.dumps(schema)), schema, value)
+
+
 @pytest.mark.slow
 def test_a_rule_may_be_there_before_the_field(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
@@ -105,7 +109,7 @@ def test_a_rule_may_be_there_before_the_field(
     it = mini(services, spark, tmp_path, unique, PIPELINE)
     registry = Registry(RegistryConfig(services.registry_url))
     subject = f"{it.left}-value"
-    it.send(it.left, framed(registry, subject, envelope(), {"after": {"id": 1}, "op": "c"}))
+    it.send(it.left, payload(registry, subject, envelope(), {"after": {"id": 1}, "op": "c"}))
     it.send(it.right, *({"id": id, "part": {"a": 1}, "of it": "x", "items": [{"a": 1}]} for id in (1, 2)))
     with caplog.at_level(logging.WARNING):
         it.step()
@@ -126,14 +130,14 @@ def test_a_rule_may_be_there_before_the_field(
     ]
     # The registry knows the type of one of them before a record has it.
     registry.register(subject, json.dumps(envelope(("coupon", ["null", "int"]))))
-    it.send(it.left, framed(registry, subject, envelope(), {"after": {"id": 2}, "op": "c"}))
+    it.send(it.left, payload(registry, subject, envelope(), {"after": {"id": 2}, "op": "c"}))
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         it.step()
     assert it.values() == [{"id": id, "c": 5, "of%20it": "x", "coupon": None, **more} for id in (1, 2)]
     assert not [record for record in caplog.records if "no record of topic" in record.getMessage()]
     newest = envelope(("coupon", ["null", "int"]), ("flag", ["null", "boolean"]))
-    it.send(it.left, framed(registry, subject, newest, {"after": {"id": 3, "coupon": 9, "flag": False}, "op": "c"}))
+    it.send(it.left, payload(registry, subject, newest, {"after": {"id": 3, "coupon": 9, "flag": False}, "op": "c"}))
     it.send(it.right, {"id": 3, "part": {"a": 1}})
     it.step()
     assert it.values()[2:] == [{"id": 3, "c": 5, "of%20it": None, "coupon": 9, **more}]
@@ -176,7 +180,7 @@ def test_a_shape_may_be_there_before_the_field(
         caplog.clear()
         return sorted(text.split("the field ")[1].split(" ")[0] for text in said)
 
-    old = [framed(registry, subject, envelope(), {"after": {"id": id}, "op": "c"}) for id in (1, 2, 5)]
+    old = [payload(registry, subject, envelope(), {"after": {"id": id}, "op": "c"}) for id in (1, 2, 5)]
     with caplog.at_level(logging.WARNING):
         it.send(it.left, old[0])
         it.ingest()
@@ -190,7 +194,7 @@ def test_a_shape_may_be_there_before_the_field(
         assert warnings() == []
     newest = envelope(("coupon", ["null", "int"]), ("flag", ["null", "boolean"]))
     rows = [{"id": 3, "coupon": 9, "flag": False}, {"id": 4, "coupon": 9, "flag": True}]
-    it.send(it.left, *(framed(registry, subject, newest, {"after": row, "op": "c"}) for row in rows))
+    it.send(it.left, *(payload(registry, subject, newest, {"after": row, "op": "c"}) for row in rows))
     assert it.ingest()[it.left].quarantined == 2
 
     text = SHAPED.replace(", on-schema-change: quarantine", "")
