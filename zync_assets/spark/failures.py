@@ -110,13 +110,15 @@ def cause_line(error: Exception) -> str:
     if details := re.search(r'^\s*details = "(.*)"$', str(error), re.MULTILINE):
         return without_advice(details[1])  # of a request to a Spark Connect server
     if any(line.startswith("Traceback (most recent call last)") for line in lines):
-        return lines[-1]  # of a Python worker
+        return _OWN_CLASS.sub("", lines[-1])  # of a Python worker
     messages = [line for line in lines if not line.startswith(("An error occurred while calling", "at "))]
     if not messages:
         return type(error).__name__
     # Java's chain of causes in one line: the last is the cause.
     return without_advice(messages[0].rsplit("Exception: ", 1)[-1].partition(" Consider setting ")[0])
 
+
+_OWN_CLASS = re.compile(r"^zync_assets\.errors\.\w+: ")
 
 _ANSI_ADVICE = re.compile(r" *If necessary,? (you can )?set [^\n]*? to bypass this error\.")
 
