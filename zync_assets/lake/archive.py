@@ -15,24 +15,19 @@ removes the old one. For a moment both are there. A reader takes the object with
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import re
 import secrets
 import tempfile
-import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, date, datetime, time
-from decimal import Decimal
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 from urllib.parse import parse_qsl
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import fs
 
 from zync_assets.errors import CommitConflict, LakeError
@@ -46,12 +41,6 @@ SUFFIXES: Mapping[str, str] = {PARQUET: ".parquet", JSON_LINES: ".jsonl.gz"}
 
 UNTIMED = "untimed"
 """The time in the names of records that have none, as those of a staging pool."""
-
-SMALL_BYTES = 5 << 20
-"""An object below this size is merged with the records that follow it."""
-
-GROUP_ROWS = 50_000
-"""Rows of a Parquet row group. It is fixed, so that the same records make the same bytes."""
 
 _OWN = "_zync"
 _NAME = re.compile(r"(.+)/([^/]+)/(\d+)/(\d+)-(\d+)(\.parquet|\.jsonl\.gz)")
@@ -181,7 +170,7 @@ def open_state(archive: str, place: str) -> ArchiveState:
         if number is None:
             return ArchiveState(table)
         try:
-            text = _read(storage.join(archive, _state_path(place, number)))
+            text = read_file(archive, _state_path(place, number))
         except FileNotFoundError as error:
             # A run that commits removes the state before its own.
             if number == last:
@@ -262,124 +251,6 @@ def remove_load(archive: str, name: str) -> None:
             system.delete_dir(path)
 
 
-# ---- the bytes of objects
-
-
-def write_object(archive: str, path: str, parts: Sequence[str]) -> None:
-    """Write an object from its parts: loads in Parquet, and objects of its own format. The same records in the same order give
-    the same bytes. FileNotFoundError if a part is gone."""
-    if path.endswith(SUFFIXES[PARQUET]):
-        schema = pa.unify_schemas([_schema(archive, part) for part in parts])
-        write_whole(archive, path, lambda file: _write_parquet(file, schema, _batches(archive, parts)))
-        return
-
-    def write(file: BinaryIO) -> None:
-        with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as packed:
-            for part in parts:
-                if part.endswith(SUFFIXES[JSON_LINES]):
-                    packed.write(gzip.decompress(_read(storage.join(archive, part))))
-                    continue
-                for batch in _batches(archive, [part]):
-                    for row in batch.to_pylist():
-                        packed.write(json_line(row))
-
-    write_whole(archive, path, write)
-
-
-def _batches(archive: str, parts: Iterable[str]) -> Iterator[pa.RecordBatch]:
-    for part in parts:
-        uri = storage.join(archive, part)
-        system, path = storage.filesystem(uri)
-        if system.get_file_info(path).type != fs.FileType.File:
-            raise FileNotFoundError(uri)
-        with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
-            yield from storage.read_batches(file, GROUP_ROWS)
-
-
-def _schema(archive: str, part: str) -> pa.Schema:
-    system, path = storage.filesystem(storage.join(archive, part))
-    return pq.read_schema(path, filesystem=system).remove_metadata()
-
-
-def _write_parquet(file: BinaryIO, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
-    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-        held = schema.empty_table()
-        for batch in batches:
-            held = pa.concat_tables([held, pa.Table.from_batches([widened(batch, schema)])])
-            while held.num_rows >= GROUP_ROWS:
-                writer.write_table(held.slice(0, GROUP_ROWS).combine_chunks(), row_group_size=GROUP_ROWS)
-                held = held.slice(GROUP_ROWS)
-        if held.num_rows:
-            writer.write_table(held.combine_chunks(), row_group_size=GROUP_ROWS)
-
-
-def widened(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch with the columns of a schema that may have more of them."""
-    columns = [
-        batch.column(item.name) if item.name in batch.schema.names else pa.nulls(batch.num_rows, item.type)
-        for item in schema
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def may_grow(archive: str, item: ArchiveObject, load: str) -> bool:
-    """Whether an object is small, and takes the records of a load."""
-    system, path = storage.filesystem(storage.join(archive, item.path))
-    info = system.get_file_info(path)
-    if info.type != fs.FileType.File or int(info.size or 0) >= SMALL_BYTES:
-        return False
-    return item.suffix != SUFFIXES[PARQUET] or _schema(archive, item.path).equals(_schema(archive, load))
-
-
-def read_object(archive: str, item: ArchiveObject) -> Iterator[pa.RecordBatch]:
-    """The records of a Parquet object: ``kafka``, ``key``, ``value``. LakeError if the object is gone, or can't be read."""
-    try:
-        yield from _batches(archive, [item.path])
-    except FileNotFoundError:
-        raise _gone(archive, item) from None
-
-
-def read_lines(archive: str, item: ArchiveObject) -> Iterator[dict[str, Any]]:
-    """The records of an object of JSON lines. LakeError if the object is gone, or can't be read."""
-    try:
-        for line in gzip.decompress(_read(storage.join(archive, item.path))).splitlines():
-            row = json.loads(line)
-            if not isinstance(row, dict) or "kafka" not in row:
-                raise ValueError("a line is no record")
-            yield row
-    except FileNotFoundError:
-        raise _gone(archive, item) from None
-    except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
-        raise LakeError(
-            f"archive {archive}: the object {item.path} can't be read: {error}. Restore it from a copy."
-        ) from None
-
-
-def _gone(archive: str, item: ArchiveObject) -> LakeError:
-    return LakeError(
-        f"archive {archive}: the object {item.path} is gone. A sink that is at work may have merged it: run it again."
-    )
-
-
-def json_line(row: Mapping[str, Any]) -> bytes:
-    """A record as a JSON line. Bytes are ``{"base64": …}``, decimals are texts with all digits, and times are ISO 8601.
-
-    >>> json_line({"kafka": {"offset": 1}, "value": b"a"})
-    b'{"kafka":{"offset":1},"value":{"base64":"YQ=="}}\\n'
-    """
-    return json.dumps(row, default=_json, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
-
-
-def _json(value: object) -> object:
-    if isinstance(value, bytes):
-        return {"base64": base64.b64encode(value).decode()}
-    if isinstance(value, Decimal):
-        return format(value, "f")
-    if isinstance(value, (datetime, date, time)):
-        return value.isoformat()
-    raise TypeError(f"{type(value).__name__} is no value of a record")
-
-
 def write_whole(archive: str, path: str, write: Callable[[BinaryIO], object]) -> None:
     """Write a file that is there whole or not at all."""
     uri = storage.join(archive, path)
@@ -426,14 +297,11 @@ def time_name(micros: int | None, interval: int) -> str:
 
 def read_file(archive: str, path: str) -> bytes:
     """The bytes of a file below an archive. FileNotFoundError for a missing file."""
-    return _read(storage.join(archive, path))
-
-
-def _read(uri: str) -> bytes:
-    system, path = storage.filesystem(uri)
-    if system.get_file_info(path).type != fs.FileType.File:
+    uri = storage.join(archive, path)
+    system, place = storage.filesystem(uri)
+    if system.get_file_info(place).type != fs.FileType.File:
         raise FileNotFoundError(uri)
-    with storage.access_errors(uri, "can't be read"), system.open_input_file(path) as file:
+    with storage.access_errors(uri, "can't be read"), system.open_input_file(place) as file:
         return cast(bytes, file.read())
 
 

@@ -40,7 +40,7 @@ from zync_assets.pipeline import (
 from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables, word_list
 from zync_assets.pipeline_file.grammar import FILE
 from zync_assets.pipeline_file.key import known_names
-from zync_assets.pipeline_file.patterns import with_patterns
+from zync_assets.pipeline_file.outs import with_patterns
 from zync_assets.pipeline_file.rules import read_rules
 from zync_assets.pipeline_file.sinks import read_sinks
 from zync_assets.pipeline_file.source import Items, Scalar, YamlTable, read

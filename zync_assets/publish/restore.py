@@ -13,19 +13,16 @@ the types.
 
 from __future__ import annotations
 
-import base64
 import heapq
 import json
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import date, datetime
-from datetime import time as time_of_day
-from decimal import Decimal
 from functools import cache
 from hashlib import blake2b
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -43,6 +40,7 @@ from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.timed_writer import TimedRecord, TimedWriter
 from zync_assets.kafka.topics import create_topic, high_watermark, refuse_broker_times, topic_states
 from zync_assets.lake import archive, raw, storage, stores
+from zync_assets.lake import archive_objects as objects
 from zync_assets.lake.publication import PublishState, commit_publish_state, open_publish_state
 from zync_assets.pipeline import LakeUri, Pipeline
 
@@ -67,9 +65,10 @@ class Restored:
 
 @dataclass(frozen=True)
 class Archive:
-    """Where archived records come from. ``open``: partition → batches with ``kafka``, ``key`` and ``value``, in order, each with
-    whether its keys and values are JSON texts, of an object of JSON lines."""
+    """Where archived records come from. ``name``: the same for the same archive; ``open``: partition → batches with ``kafka``,
+    ``key`` and ``value``, in order, each with whether its keys and values are JSON texts, of an object of JSON lines."""
 
+    name: str
     topic: str
     partitions: tuple[int, ...]
     open: Callable[[int], Iterator[tuple[pa.RecordBatch, bool]]]
@@ -78,23 +77,7 @@ class Archive:
 def open_archive(pipeline: Pipeline, source: str) -> Archive:
     """The archive of ``Raw.Topic`` or ``files:URL/topic``. LakeError if there is none."""
     if source.startswith("files:"):
-        root, _, topic = source.removeprefix("files:").partition("?")[0].rpartition("/")
-        if storage.is_store(root):
-            root = LakeUri(root, stores.with_environment(root, {}, os.environ))
-        objects = archive.list_objects(root, topic)
-        if not objects:
-            raise LakeError(f"--from {source}: there is no object of {topic} in {root}. Correct the URL.")
-        if any(item.time == archive.UNTIMED for item in objects):
-            raise LakeError(
-                f"--from {source}: only objects of raw tables are restored, and these are of a staging pool."
-            )
-        return Archive(
-            topic,
-            tuple(sorted({item.partition for item in objects})),
-            lambda partition: chain.from_iterable(
-                _object_batches(root, item) for item in objects if item.partition == partition
-            ),
-        )
+        return _open_objects(source)
     pool, _, topic = source.partition(".")
     state = raw.open_raw(pipeline.lake, pool, topic)
     if state is None:
@@ -102,12 +85,41 @@ def open_archive(pipeline: Pipeline, source: str) -> Archive:
             f"--from {source}: there is no such raw table. Write Pool.Topic of an input, or files:URL/topic."
         )
     parts = tuple(sorted(state.next))
-    return Archive(topic, parts, lambda partition: ((batch, False) for batch in _raw_batches(state, partition)))
+    return Archive(source, topic, parts, lambda partition: ((batch, False) for batch in _raw_batches(state, partition)))
+
+
+def _open_objects(source: str) -> Archive:
+    url, _, query = source.removeprefix("files:").partition("?")
+    root, _, topic = url.rpartition("/")
+    if not root or not topic or "/" in query:
+        raise LakeError(f"--from {source}: write files:URL/topic. A query as ?format=jsonl follows the topic, if any.")
+    # The same folder is the same archive, wherever a restore is run.
+    in_store = storage.is_store(root)
+    root = LakeUri(root, stores.with_environment(root, {}, os.environ)) if in_store else str(Path(root).absolute())
+    found = archive.list_objects(root, topic)
+    if not found:
+        raise LakeError(f"--from {source}: there is no object of {topic} in {root}. Correct the URL.")
+    if any(item.time == archive.UNTIMED for item in found):
+        raise LakeError(f"--from {source}: only objects of raw tables are restored, and these are of a staging pool.")
+    for before, item in pairwise(found):
+        if item.partition == before.partition and item.first <= before.last:
+            raise LakeError(
+                f"archive {root}: {before.path} and {item.path} both hold offset {item.first}. Wait for a sink that is at work,"
+                " or remove one of the two."
+            )
+    return Archive(
+        f"files:{root}/{topic}",
+        topic,
+        tuple(sorted({item.partition for item in found})),
+        lambda partition: chain.from_iterable(
+            _object_batches(root, item) for item in found if item.partition == partition
+        ),
+    )
 
 
 def _object_batches(root: str, item: archive.ArchiveObject) -> Iterator[tuple[pa.RecordBatch, bool]]:
     as_json = item.suffix == archive.SUFFIXES[archive.JSON_LINES]
-    read = _line_batches(archive.read_lines(root, item)) if as_json else archive.read_object(root, item)
+    read = objects.line_batches(objects.read_lines(root, item)) if as_json else objects.read_object(root, item)
     yield from ((batch, as_json) for batch in read)
 
 
@@ -136,53 +148,6 @@ def _file_batches(state: raw.RawState, path: str) -> Iterator[pa.RecordBatch]:
         yield from storage.read_batches(file, 10_000)
 
 
-def _line_batches(lines: Iterable[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
-    """Records of JSON lines. Keys and values are JSON texts."""
-    rest = iter(lines)
-    while part := list(islice(rest, 10_000)):
-        kafka = [
-            {name: typed_value(line["kafka"].get(name), kind) for name, kind in _LINE_KAFKA.items()} for line in part
-        ]
-        sides = [
-            pa.array([None if line.get(side) is None else json.dumps(line[side]) for line in part], pa.string())
-            for side in ("key", "value")
-        ]
-        yield pa.RecordBatch.from_arrays(
-            [pa.array(kafka, pa.struct(list(_LINE_KAFKA.items()))), *sides], ["kafka", "key", "value"]
-        )
-
-
-_LINE_KAFKA: Mapping[str, pa.DataType] = {
-    "time": pa.timestamp("us", "UTC"),
-    "timestamp": pa.timestamp("us", "UTC"),
-    "headers": pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())])),
-    "key_schema_id": pa.int32(),
-    "value_schema_id": pa.int32(),
-}
-
-
-def typed_value(value: Any, kind: pa.DataType) -> Any:
-    """A value of a JSON line (``archive.json_line``) as pyarrow takes it. KeyError if a field is missing."""
-    kinds = pa.types
-    if value is None:
-        return None
-    if kinds.is_struct(kind):
-        return {item.name: typed_value(value[item.name], item.type) for item in kind}
-    if kinds.is_list(kind):
-        return [typed_value(item, kind.value_type) for item in value]
-    if kinds.is_map(kind):
-        return [(name, typed_value(item, kind.item_type)) for name, item in value]
-    if kinds.is_binary(kind) or kinds.is_large_binary(kind):
-        return base64.b64decode(value["base64"])
-    if kinds.is_decimal(kind):
-        return Decimal(value)
-    if kinds.is_timestamp(kind):
-        return datetime.fromisoformat(value)
-    if kinds.is_date(kind):
-        return date.fromisoformat(value)
-    return time_of_day.fromisoformat(value) if kinds.is_time(kind) else value
-
-
 def restore(
     pipeline: Pipeline, source: str, topic: str, since: int | None = None, until: int | None = None
 ) -> Iterator[Restored]:
@@ -200,7 +165,7 @@ def restore(
         raise KafkaError(
             f"topic {topic} has {len(state.partitions)} partitions, and {source} has {count}. Add partitions."
         )
-    digest = blake2b("\0".join((source, str(since), str(until))).encode(), digest_size=6).hexdigest()
+    digest = blake2b("\0".join((found.name, str(since), str(until))).encode(), digest_size=6).hexdigest()
     encode, encode_lines = _encoders(pipeline, found.topic)
     for partition in found.partitions:
         place = _Place(pipeline, f"~restore-{digest}", topic, state.topic_id, partition)
@@ -320,7 +285,8 @@ def _records(batch: pa.RecordBatch, since: int | None, until: int | None, encode
     sides = [_payloads(part, side, encode) for side in ("key", "value")]
     for stamp, pairs, key, value in zip(stamps, headers, *sides, strict=True):
         yield TimedRecord(
-            None if stamp is None else stamp // 1000,
+            # librdkafka takes 0 for the present.
+            None if stamp is None else max(stamp // 1000, 1),
             tuple((item["key"], item["value"]) for item in pairs or ()),
             key,
             value,
@@ -387,7 +353,7 @@ def _encoders(pipeline: Pipeline, topic: str) -> tuple[Encode, Encode]:
         if schema_id is not None:
             kind = lake_type(parse(schema_of(schema_id)))
             try:
-                return encode(side, pa.array([typed_value(value, kind) for value in values], kind), schema_id)
+                return encode(side, pa.array([objects.typed_value(value, kind) for value in values], kind), schema_id)
             except KeyError as error:
                 raise SchemaError(_MISSING.format(where=f"topic {topic}, {side}", field=f"the field {error}")) from None
         if any(not isinstance(value, str | None) and not _is_bytes(value) for value in values):
@@ -395,7 +361,7 @@ def _encoders(pipeline: Pipeline, topic: str) -> tuple[Encode, Encode]:
                 f"topic {topic}, {side}: JSON lines do not keep the types of columns. Restore an archive in Parquet."
             )
         kind = pa.string() if any(isinstance(value, str) for value in values) else pa.binary()
-        return encode(side, pa.array([typed_value(value, kind) for value in values], kind), None)
+        return encode(side, pa.array([objects.typed_value(value, kind) for value in values], kind), None)
 
     return encode, encode_lines
 

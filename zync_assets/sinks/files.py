@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from zync_assets.codecs.arrays import pc
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError, LakeUnavailable, SinkError, TargetUnavailable
-from zync_assets.lake import archive, storage
+from zync_assets.lake import archive, archive_objects, storage
 from zync_assets.lake.archive import ArchiveObject, ArchiveState, Promise
 from zync_assets.pipeline import Evolve
 from zync_assets.sinks.target import (
@@ -174,7 +174,7 @@ class FilesTarget(Target):
                     if tail.path in promises:
                         old = promises.pop(tail.path)
                         promise = Promise(longer, (*old.parts, path), old.replaces)
-                    elif archive.may_grow(self.root, tail, path):
+                    elif archive_objects.may_grow(self.root, tail, path):
                         promise = Promise(longer, (tail.path, path), tail.path)
                 promises[promise.path] = promise
                 tails[chunk.partition] = promise.path
@@ -206,8 +206,8 @@ class FilesTarget(Target):
         fields = [pa.field(column.name, column.type) for column in spec.columns]
         with _lake_errors():
             for item in archive.list_objects(self.root, spec.name):
-                for batch in archive.read_object(self.root, item):
-                    yield archive.widened(batch, pa.schema(fields))
+                for batch in archive_objects.read_object(self.root, item):
+                    yield archive_objects.widened(batch, pa.schema(fields))
 
 
 def complete(root: str, place: str, state: ArchiveState) -> None:
@@ -222,7 +222,7 @@ def complete(root: str, place: str, state: ArchiveState) -> None:
         is_there, *parts = archive.exist(root, [item.path, *item.parts])
         if not is_there and all(parts):
             with suppress(FileNotFoundError):
-                archive.write_object(root, item.path, item.parts)
+                archive_objects.write_object(root, item.path, item.parts)
         if not is_there and not archive.exist(root, [item.path])[0]:
             _refuse_loss(root, place, state, item)
             continue

@@ -8,17 +8,19 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 
 from zync_assets.errors import ForeignRecord, KafkaError, LakeError, SchemaError
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, high_watermark, topic_states
+from zync_assets.lake import raw_files
 from zync_assets.local.services import Services
 from zync_assets.publish import restore as restorer
 from zync_assets.publish.restore import restore
 from zync_assets.sinks.steps import sink_all
-from zync_assets_tests.mini import Mini, die, framed, mini, run
+from zync_assets_tests.mini import Mini, die, framed, make_pipeline, mini, run
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -191,6 +193,36 @@ def test_texts_of_json_and_connect_are_not_taken_for_payloads(
             place.write_bytes(item.read_bytes())
     list(restore(it.pipeline, f"files:{tmp_path}/both/{it.left}", f"{unique}.both"))
     assert [records(it, f"{unique}.both", at) for at in (0, 1)] == [records(it, it.left, at) for at in (0, 1)]
+
+
+def test_the_first_millisecond_of_1970_is_not_taken_for_the_present() -> None:
+    micros = pa.array([None, 0, 999, 1000, 2_000_000], pa.timestamp("us", "UTC"))
+    columns = [micros, micros.fill_null(0), pa.nulls(5, raw_files.HEADERS_TYPE)]
+    kafka = pa.StructArray.from_arrays(columns, ["timestamp", "time", "headers"])
+    batch = pa.RecordBatch.from_arrays([kafka], ["kafka"])
+    made = archived(batch, None, None, lambda side, values, schema_id: values)
+    # librdkafka takes 0 for the present.
+    assert [record.timestamp for record in made] == [None, 1, 1, 1, 2000]
+
+
+def test_an_archive_of_objects_has_one_name_and_each_record_once(
+    services: Services, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = make_pipeline(services, tmp_path, "inputs: [{topic: t, pool: Raw, format: bytes}]")
+    folder = tmp_path / "archive" / "t" / "2026-11-23T03-00" / "0"
+    folder.mkdir(parents=True)
+    for name in ("0-9", "10-19", "10-29"):
+        (folder / f"{name}.parquet").touch()
+    monkeypatch.chdir(tmp_path)
+    found = restorer.open_archive(pipeline, "files:archive/t?format=parquet")
+    assert found.name == f"files:{tmp_path}/archive/t"
+    assert found.name == restorer.open_archive(pipeline, f"files:{tmp_path}/archive/t").name
+    for source in ("files:t", "files:archive?format=parquet/t", "files:archive/"):
+        with pytest.raises(LakeError, match=r"write files:URL/topic. A query as \?format=jsonl follows the topic"):
+            restorer.open_archive(pipeline, source)
+    (folder / "25-39.parquet").touch()
+    with pytest.raises(LakeError, match=r"0/10-29.parquet and .*0/25-39.parquet both hold offset 25"):
+        restorer.open_archive(pipeline, "files:archive/t")
 
 
 @pytest.mark.slow

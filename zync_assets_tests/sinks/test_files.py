@@ -24,7 +24,7 @@ import pytest
 from zync_assets import load_pipeline
 from zync_assets.checks.state_checks import rows_match
 from zync_assets.errors import CommitConflict, LakeError, PipelineFileError, SinkError
-from zync_assets.lake import archive, storage, stores
+from zync_assets.lake import archive, archive_objects, storage, stores
 from zync_assets.lake.raw_files import KAFKA_TYPE
 from zync_assets.local.services import Services
 from zync_assets.pipeline import LakeUri
@@ -129,7 +129,7 @@ def test_records_are_kept_whole_in_objects_of_their_time(tmp_path: Path) -> None
     apply(target, 1, 60)
     assert kept(target) == rows(1, 60)
     for item in archive.list_objects(str(tmp_path), "shop.orders"):
-        own = [row for batch in archive.read_object(str(tmp_path), item) for row in batch.to_pylist()]
+        own = [row for batch in archive_objects.read_object(str(tmp_path), item) for row in batch.to_pylist()]
         assert {row["kafka"]["partition"] for row in own} == {item.partition}
         assert (own[0]["kafka"]["offset"], own[-1]["kafka"]["offset"]) == (item.first, item.last)
         starts = {row["kafka"]["time"].timestamp() // 1800 * 1800 for row in own}
@@ -246,7 +246,7 @@ def test_the_same_range_makes_the_same_object_however_it_was_cut(tmp_path: Path)
 
 
 def test_a_large_object_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "SMALL_BYTES", 0)
+    monkeypatch.setattr(archive_objects, "SMALL_BYTES", 0)
     target = FilesTarget(f"{tmp_path}?interval=1d")
     apply(target, 1, 40)
     assert kept(target) == rows(1, 40)
@@ -261,7 +261,7 @@ def test_json_lines_keep_bytes_nulls_and_digits(tmp_path: Path) -> None:
         for item in archive.list_objects(str(tmp_path), "shop.orders")
         for line in gzip.decompress((tmp_path / item.path).read_bytes()).splitlines()
     ]
-    assert lines == [json.loads(archive.json_line(row)) for row in rows(2, 30)]
+    assert lines == [json.loads(archive_objects.json_line(row)) for row in rows(2, 30)]
     name = next(iter(digests(tmp_path)))
     assert name.endswith(".jsonl.gz")
     assert json.loads(gzip.decompress((tmp_path / name).read_bytes()).splitlines()[0]) == lines[0]
@@ -288,7 +288,11 @@ def test_the_error_of_a_broken_object_names_it(tmp_path: Path, form: str, data: 
     if data is not None:
         (tmp_path / item.path).write_bytes(data)
     with pytest.raises(LakeError) as error:
-        list((archive.read_object if form == archive.PARQUET else archive.read_lines)(str(tmp_path), item))
+        list(
+            (archive_objects.read_object if form == archive.PARQUET else archive_objects.read_lines)(
+                str(tmp_path), item
+            )
+        )
     assert item.path in str(error.value)
     assert "Restore it from a copy" in str(error.value) or "run it again" in str(error.value)
 
@@ -467,7 +471,7 @@ def test_a_sink_of_a_pipeline_archives_its_raw_tables(
         "2026-09-21T14-00/0/0-2.parquet",
         "2026-09-21T15-00/1/0-0.parquet",
     ]
-    batches_of = (archive.read_object(str(tmp_path / "archive"), item) for item in objects)
+    batches_of = (archive_objects.read_object(str(tmp_path / "archive"), item) for item in objects)
     (first, last), _ = ([row for batch in batches for row in batch.to_pylist()] for batches in batches_of)
     assert (first["key"], first["value"], last["key"], last["value"]) == (b"k\xff", b"\x00", None, None)
     assert first["kafka"]["headers"] == [{"key": "h", "value": b"\xfe"}, {"key": "n", "value": None}]

@@ -1,0 +1,193 @@
+"""The bytes of an archive's objects: records in Parquet, or as JSON lines that are packed by gzip.
+
+The same records in the same order make the same bytes. JSON lines keep bytes, texts and the structure of values; the types of
+other values come from a schema (``typed_value``).
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date, datetime, time
+from decimal import Decimal
+from itertools import islice
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
+from zync_assets.errors import LakeError
+from zync_assets.lake import storage
+from zync_assets.lake.archive import JSON_LINES, PARQUET, SUFFIXES, ArchiveObject, read_file, write_whole
+
+SMALL_BYTES = 5 << 20
+"""An object below this size is merged with the records that follow it."""
+
+GROUP_ROWS = 50_000
+"""Rows of a Parquet row group. It is fixed, so that the same records make the same bytes."""
+
+
+def write_object(archive: str, path: str, parts: Sequence[str]) -> None:
+    """Write an object from its parts: loads in Parquet, and objects of its own format. The same records in the same order give
+    the same bytes. FileNotFoundError if a part is gone."""
+    if path.endswith(SUFFIXES[PARQUET]):
+        schema = pa.unify_schemas([_schema(archive, part) for part in parts])
+        write_whole(archive, path, lambda file: _write_parquet(file, schema, _batches(archive, parts)))
+        return
+
+    def write(file: BinaryIO) -> None:
+        with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as packed:
+            for part in parts:
+                if part.endswith(SUFFIXES[JSON_LINES]):
+                    packed.write(gzip.decompress(read_file(archive, part)))
+                    continue
+                for batch in _batches(archive, [part]):
+                    for row in batch.to_pylist():
+                        packed.write(json_line(row))
+
+    write_whole(archive, path, write)
+
+
+def _batches(archive: str, parts: Iterable[str]) -> Iterator[pa.RecordBatch]:
+    for part in parts:
+        uri = storage.join(archive, part)
+        system, path = storage.filesystem(uri)
+        if system.get_file_info(path).type != fs.FileType.File:
+            raise FileNotFoundError(uri)
+        with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
+            yield from storage.read_batches(file, GROUP_ROWS)
+
+
+def _schema(archive: str, part: str) -> pa.Schema:
+    system, path = storage.filesystem(storage.join(archive, part))
+    return pq.read_schema(path, filesystem=system).remove_metadata()
+
+
+def _write_parquet(file: BinaryIO, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        held = schema.empty_table()
+        for batch in batches:
+            held = pa.concat_tables([held, pa.Table.from_batches([widened(batch, schema)])])
+            while held.num_rows >= GROUP_ROWS:
+                writer.write_table(held.slice(0, GROUP_ROWS).combine_chunks(), row_group_size=GROUP_ROWS)
+                held = held.slice(GROUP_ROWS)
+        if held.num_rows:
+            writer.write_table(held.combine_chunks(), row_group_size=GROUP_ROWS)
+
+
+def widened(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The batch with the columns of a schema that may have more of them."""
+    columns = [
+        batch.column(item.name) if item.name in batch.schema.names else pa.nulls(batch.num_rows, item.type)
+        for item in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def may_grow(archive: str, item: ArchiveObject, load: str) -> bool:
+    """Whether an object is small, and takes the records of a load."""
+    system, path = storage.filesystem(storage.join(archive, item.path))
+    info = system.get_file_info(path)
+    if info.type != fs.FileType.File or int(info.size or 0) >= SMALL_BYTES:
+        return False
+    return item.suffix != SUFFIXES[PARQUET] or _schema(archive, item.path).equals(_schema(archive, load))
+
+
+def read_object(archive: str, item: ArchiveObject) -> Iterator[pa.RecordBatch]:
+    """The records of a Parquet object: ``kafka``, ``key``, ``value``. LakeError if the object is gone, or can't be read."""
+    try:
+        yield from _batches(archive, [item.path])
+    except FileNotFoundError:
+        raise _gone(archive, item) from None
+
+
+def read_lines(archive: str, item: ArchiveObject) -> Iterator[dict[str, Any]]:
+    """The records of an object of JSON lines. LakeError if the object is gone, or can't be read."""
+    try:
+        for line in gzip.decompress(read_file(archive, item.path)).splitlines():
+            row = json.loads(line)
+            if not isinstance(row, dict) or "kafka" not in row:
+                raise ValueError("a line is no record")
+            yield row
+    except FileNotFoundError:
+        raise _gone(archive, item) from None
+    except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
+        raise LakeError(
+            f"archive {archive}: the object {item.path} can't be read: {error}. Restore it from a copy."
+        ) from None
+
+
+def _gone(archive: str, item: ArchiveObject) -> LakeError:
+    return LakeError(
+        f"archive {archive}: the object {item.path} is gone. A sink that is at work may have merged it: run it again."
+    )
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """A record as a JSON line. Bytes are ``{"base64": …}``, decimals are texts with all digits, and times are ISO 8601.
+
+    >>> json_line({"kafka": {"offset": 1}, "value": b"a"})
+    b'{"kafka":{"offset":1},"value":{"base64":"YQ=="}}\\n'
+    """
+    return json.dumps(row, default=_json, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+def _json(value: object) -> object:
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, Decimal):
+        return format(value, "f")
+    if isinstance(value, (datetime, date, time)):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} is no value of a record")
+
+
+def line_batches(lines: Iterable[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
+    """Records of ``read_lines`` as batches. Keys and values are JSON texts."""
+    rest = iter(lines)
+    while part := list(islice(rest, 10_000)):
+        kafka = [
+            {name: typed_value(line["kafka"].get(name), kind) for name, kind in _LINE_KAFKA.items()} for line in part
+        ]
+        sides = [
+            pa.array([None if line.get(side) is None else json.dumps(line[side]) for line in part], pa.string())
+            for side in ("key", "value")
+        ]
+        yield pa.RecordBatch.from_arrays(
+            [pa.array(kafka, pa.struct(list(_LINE_KAFKA.items()))), *sides], ["kafka", "key", "value"]
+        )
+
+
+_LINE_KAFKA: Mapping[str, pa.DataType] = {
+    "time": pa.timestamp("us", "UTC"),
+    "timestamp": pa.timestamp("us", "UTC"),
+    "headers": pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())])),
+    "key_schema_id": pa.int32(),
+    "value_schema_id": pa.int32(),
+}
+
+
+def typed_value(value: Any, kind: pa.DataType) -> Any:
+    """A value of a JSON line (``json_line``) as pyarrow takes it. KeyError if a field is missing."""
+    kinds = pa.types
+    if value is None:
+        return None
+    if kinds.is_struct(kind):
+        return {item.name: typed_value(value[item.name], item.type) for item in kind}
+    if kinds.is_list(kind):
+        return [typed_value(item, kind.value_type) for item in value]
+    if kinds.is_map(kind):
+        return [(name, typed_value(item, kind.item_type)) for name, item in value]
+    if kinds.is_binary(kind) or kinds.is_large_binary(kind):
+        return base64.b64decode(value["base64"])
+    if kinds.is_decimal(kind):
+        return Decimal(value)
+    if kinds.is_timestamp(kind):
+        return datetime.fromisoformat(value)
+    if kinds.is_date(kind):
+        return date.fromisoformat(value)
+    return time.fromisoformat(value) if kinds.is_time(kind) else value
