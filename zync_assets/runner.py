@@ -100,7 +100,8 @@ def _ingest_to(
     works = {
         topic: partial(ingest_once, pipeline, once, topic, known.states, first=first) for topic, first in small.items()
     }
-    for topic, (made, lag) in _side_by_side(once, works, rest, troubles):
+    most = max((batch.plan.lag for batch in small.values()), default=0)
+    for topic, (made, lag) in _side_by_side(once, works, most, rest, troubles):
         if made is not None:
             progress(f"ingest {topic}", sum(part.end - part.first for part in made.ranges), lag)
             yield made
@@ -122,15 +123,16 @@ def _ingest_to(
 
 
 def _side_by_side(
-    session: Session, works: Mapping[str, Callable[[], T]], rest: list[str], troubles: list[ZyncError]
+    session: Session, works: Mapping[str, Callable[[], T]], most: int, rest: list[str], troubles: list[ZyncError]
 ) -> Iterator[tuple[str, T]]:
-    """Do the work of each topic, and yield each topic with the result of its work. ``works``: topic → its work.
+    """Do the work of each topic, and yield each topic with the result of its work.
 
+    ``works``: topic → its work; ``most``: the most new offsets of a topic.
     A topic whose Spark job was lost is added to ``rest``. Another error of a topic is added to ``troubles``.
     """
     if not works:
         return
-    for topic, future in zip(works, side_by_side(session(), list(works.values())), strict=True):
+    for topic, future in zip(works, side_by_side(session(), list(works.values()), most), strict=True):
         try:
             made = future.result()
         except SparkLost:
@@ -390,7 +392,8 @@ def publish_all(
         topic: partial(publish_once, pipeline, partial(read_output, pipeline, once, topic), first=first)
         for topic, first in small.items()
     }
-    for topic, made in _side_by_side(once, works, rest, troubles):
+    most = max((batch.plan.lag for batch in small.values()), default=0)
+    for topic, made in _side_by_side(once, works, most, rest, troubles):
         if made is not None:
             progress(f"publish {topic}", made.records, made.records)
             yield made

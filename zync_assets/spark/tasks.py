@@ -109,25 +109,31 @@ def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list
 MANY = 4
 """Small topics from which on a step works on them side by side. Of fewer, each topic's own Spark job costs little."""
 SMALL_OFFSETS = 20_000
-"""The most new offsets of a small topic. A Spark task holds records of _TASK_THREADS topics in memory."""
+"""The most new offsets of a small topic."""
 THREADS = 64
 """Works that ``side_by_side`` has under way at once. Most of them wait for the same Spark job."""
-_TASK_THREADS = 8
-"""Works of one Spark task at a time. Most of the time a small work waits for the broker."""
+_TASK_THREADS, _TASK_OFFSETS = 32, 8 * SMALL_OFFSETS
+"""Works of one Spark task at a time, and their offsets, whose records a task holds in memory. A small work waits for the broker
+most of the time: librdkafka asks for an idempotent producer's id half a second after the producer was created."""
 _GATHERING_SECONDS = 0.1
 """How long a work waits at the most for others to join its Spark job, while no other job runs."""
 _thread = local()
 """``jobs``: the shared jobs of the thread's work."""
 
 
-def side_by_side(spark: SparkSession, works: Sequence[Callable[[], T]]) -> Iterator[Future[T]]:
+def side_by_side(
+    spark: SparkSession, works: Sequence[Callable[[], T]], offsets: int = SMALL_OFFSETS
+) -> Iterator[Future[T]]:
     """Run ``works`` at the same time, each in a thread; what became of them, in their order, each once it has ended.
+
+    ``offsets``: the most new offsets of a work. The less they are, the more works a Spark task does at a time.
 
     Their calls of ``run_tasks`` share Spark jobs, which the calling thread runs. The failure of a whole job, such as the end of a
     worker process, is a SparkLost for every work that has tasks in it: it may pass when the work runs alone. Where the caller
     stops, or is interrupted, a work that waits for its tasks ends, and this waits for the others up to their next ``run_tasks``.
     """
     shared = _SharedJobs(len(works))
+    together = min(_TASK_THREADS, max(1, _TASK_OFFSETS // max(1, offsets)))
 
     def run(work: Callable[[], T]) -> T:
         _thread.jobs = shared
@@ -145,7 +151,7 @@ def side_by_side(spark: SparkSession, works: Sequence[Callable[[], T]]) -> Itera
             for future in futures:
                 while not future.done():
                     if requests := shared.take(future):
-                        _run_shared(spark, tasks, requests)
+                        _run_shared(spark, tasks, together, requests)
                 yield future
         finally:
             shared.stop()
@@ -205,8 +211,9 @@ class _SharedJobs:
             self._requests = []
 
 
-def _run_shared(spark: SparkSession, tasks: int, requests: Sequence[_Request]) -> None:
-    """Run the tasks of some requests in one Spark job of ``tasks`` tasks at the most, and answer the requests."""
+def _run_shared(spark: SparkSession, tasks: int, together: int, requests: Sequence[_Request]) -> None:
+    """Run the tasks of some requests in one Spark job of ``tasks`` tasks at the most, and answer the requests. ``together``: the
+    works that a Spark task does at a time."""
     works = [request.work for request in requests]
     items = [(at, index) for at, request in enumerate(requests) for index in range(request.count)]
     count = min(tasks, len(items))
@@ -215,7 +222,7 @@ def _run_shared(spark: SparkSession, tasks: int, requests: Sequence[_Request]) -
         mine = [
             at for batch in batches for task in batch.column(0).to_pylist() for at in range(task, len(items), count)
         ]
-        with ThreadPoolExecutor(_TASK_THREADS) as threads:
+        with ThreadPoolExecutor(together) as threads:
             return list(
                 zip(mine, threads.map(lambda at: _outcome(works[items[at][0]], items[at][1]), mine), strict=True)
             )

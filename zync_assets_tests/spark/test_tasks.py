@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
+import time
 from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
@@ -70,6 +72,23 @@ def test_works_side_by_side_share_a_job(spark: SparkSession, monkeypatch: pytest
     assert found == [[10 * number + index for index in range(number % 3)] for number in range(12)]
     # Eight works have tasks. How many share a job depends on the machine's load.
     assert len(jobs) < 8
+
+
+def busy_threads(spark: SparkSession) -> int:
+    def task(index: int) -> int:
+        # As a work waits for a broker.
+        time.sleep(0.3)
+        return threading.active_count()
+
+    return max(run_tasks(spark, 1, task))
+
+
+@pytest.mark.parametrize(("offsets", "most"), [(tasks.SMALL_OFFSETS, 9), (1000, 33)])
+def test_the_smaller_the_works_the_more_a_task_does_at_a_time(spark: SparkSession, offsets: int, most: int) -> None:
+    works = [partial(busy_threads, spark)] * 60
+    found = max(future.result() for future in side_by_side(spark, works, offsets))
+    # The threads of the works, and the worker's own.
+    assert most // 2 < found <= most
 
 
 def test_the_error_of_a_work_is_its_own(spark: SparkSession) -> None:
