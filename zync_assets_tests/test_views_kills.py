@@ -21,7 +21,7 @@ from zync_assets_tests.view_world import World, make_world
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-FOLDS = "from zync_assets.etl.views import state_fold; state_fold.RUNS = 4"
+FOLDS = "from zync_assets.etl.views import state_fold; state_fold.RUNS = 2"
 
 
 def killed(pipeline: Pipeline, staging: Path, files: int) -> bool:

@@ -29,7 +29,7 @@ from pathlib import Path
 import zync_assets.cli.run as run
 from zync_assets.etl.views import state_fold
 from zync_assets.pipeline import Pipeline
-state_fold.RUNS = 6
+state_fold.RUNS = 3
 made = run.spark_session
 marker = Path(sys.argv.pop(1))
 first = sys.argv.pop(1)

@@ -323,10 +323,10 @@ class KeyWriter:
             for table in _groups(self._versions(rows) for rows in _keys(_gathered(batches))):
                 if writer is None:
                     system.create_dir(full.rsplit("/", 1)[0], recursive=True)
-                    writer = _writer(full, system, table.schema)
+                    writer = versions_writer(full, system, table.schema)
                 writer.write_table(table)
                 records += len(table)
-                bounds.append(_place_bounds(table[ORDER].combine_chunks()))
+                bounds.append(place_bounds(table[ORDER].combine_chunks()))
             if writer is None:
                 return
             writer.close()
@@ -404,13 +404,14 @@ def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
         yield pa.Table.from_batches(held)
 
 
-def _place_bounds(order: pa.StructArray) -> tuple[int, int, int, int]:
+def place_bounds(order: pa.StructArray) -> tuple[int, int, int, int]:
     """The least high and low, and the greatest high and low."""
     high, low = (part.to_numpy() for part in order.flatten())
     return int(high.min()), int(low.min()), int(high.max()), int(low.max())
 
 
-def _writer(path: str, system: Any, schema: pa.Schema) -> pq.ParquetWriter:
+def versions_writer(path: str, system: Any, schema: pa.Schema) -> pq.ParquetWriter:
+    """A writer of a file of versions, which are sorted by place."""
     numbers = [f"{ORDER}.high", f"{ORDER}.low"]
     numbers += [f"{VERSION}.{name}" for name in ("partition", "offset", "high", "low", "offsets.list.element")]
     texts = list(_texts(schema))

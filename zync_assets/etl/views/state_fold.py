@@ -1,8 +1,11 @@
 """Upkeep of state: the small files of many batches become few files.
 
-Each batch adds a file or two to each table. A fold writes the versions of some files again, sorted, without the versions that are
-replaced by another file of the fold. The live rows stay the same. The largest files are left alone until the smaller ones
-together hold as many records, so that the size of a record's file at least doubles with each fold.
+Each batch adds a file or two to each table, and each look-up opens the files. A fold writes the versions of some files again,
+sorted, without the versions that are replaced by another file of the fold. The live rows stay the same. The largest runs are left
+alone until the smaller ones together hold as many records, so that the size of a record's run at least doubles with each fold.
+
+Most folds have few records. One Spark task for each table then reads and writes the files with Arrow, in a tenth of the time of
+Spark's queries. Spark folds many records, and files with other types than the table, as those of before a column was widened.
 
 A deleted row is a version too: a record that a replay brings later must not bring the row back. A fold of all files drops the
 deleted rows of a topic without quarantined records. Records that go into quarantine later have greater offsets.
@@ -11,25 +14,44 @@ deleted rows of a topic without quarantined records. Records that go into quaran
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.spark_types import spark_type
 from zync_assets.crashes import crash_point
-from zync_assets.etl.views.state import StateFiles, StateReader, state_files, without_versions, write_state
+from zync_assets.etl.views.state import (
+    StateFiles,
+    StateReader,
+    place_bounds,
+    state_files,
+    versions_writer,
+    without_versions,
+    write_state,
+)
 from zync_assets.etl.views.state_index import index_columns, indexed_columns, indexes_of, write_index
-from zync_assets.etl.views.tables import TableType, place_sql, stored_tables, stored_type
+from zync_assets.etl.views.tables import VERSION, TableType, place_sql, stored_tables, stored_type
 from zync_assets.lake import compaction, storage, tables
 from zync_assets.lake.log import DataFile
+from zync_assets.lake.raw import ORDER
 from zync_assets.lake.staging import StagingState, staging_state
+from zync_assets.spark.tasks import run_tasks
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-RUNS = 24
-"""Runs of a table before some of them are folded. A run is the files of one write: no key has a version in two of them. A batch
-of many new rows writes many files, none of which is in the way of another one."""
+RUNS = 4
+"""Runs of about one size that are folded together. A run is the files of one write, those of replaced versions too: no key has a
+version in two of them. A batch of many new rows writes many files, none of which is in the way of another one."""
 FILE_RECORDS = 1_000_000
 """Records of a folded file, about."""
+TASK_RECORDS, TASK_BYTES = 200_000, 16 << 20
+"""The most records of a fold that a task has in memory, and the most bytes of its files."""
 
 
 def due_files(files: StateFiles) -> StateFiles | None:
@@ -45,14 +67,14 @@ def due_files(files: StateFiles) -> StateFiles | None:
     small = _balanced(runs)
     own = {item.path for run in small for item in run}
     due = StateFiles(*([item for item in each if item.path in own] for each in (files.versions, files.replaced)))
-    return due if len(small) >= RUNS // 2 else None
+    return due if len(small) >= RUNS else None
 
 
 def _runs(files: Sequence[DataFile]) -> list[list[DataFile]]:
-    """The files of each folder."""
+    """The files of each write."""
     found: dict[str, list[DataFile]] = {}
     for item in files:
-        found.setdefault(item.path.rpartition("/")[0], []).append(item)
+        found.setdefault(item.path.rpartition("/")[0].partition("/gone=")[0], []).append(item)
     return list(found.values())
 
 
@@ -84,32 +106,30 @@ def fold_state(spark: SparkSession, before: StagingState | None) -> None:
 
 def fold(spark: SparkSession, state: StagingState) -> int:
     """Fold what is due, in one commit; the number of files that it replaced. CommitConflict if another writer was first."""
-    from pyspark.sql import functions as F
 
     uri, folder = state.table.uri, f"compact-{uuid.uuid4().hex}"
+    reader = StateReader(spark, uri)
+    folds: list[_Fold] = []
+    for at, table in enumerate(stored_tables(state.head)):
+        files, kind = state_files(state, table), stored_type(table, state)
+        due = due_files(files)
+        if due is not None and kind is not None:
+            deleted = len(due.rows) < len(files.rows) or has_quarantined(state, table.topic)
+            folds.append(_Fold(uri, f"{folder}/state-{at}", kind, files, due, deleted))
+    if not folds:
+        return 0
     added: list[DataFile] = []
-    removed: list[list[DataFile]] = []
     try:
-        for at, table in enumerate(stored_tables(state.head)):
-            due = due_files(state_files(state, table))
-            kind = stored_type(table, state)
-            if due is None or kind is None:
-                continue
-            files = state_files(state, table)
-            everything = len(due.rows) == len(files.rows)
-            frame = folded(
-                StateReader(spark, uri), kind, due, deleted=not everything or has_quarantined(state, table.topic)
-            )
-            parts = max(1, sum(item.records for item in due.versions) // FILE_RECORDS)
-            if parts > 1:
-                frame = frame.repartitionByRange(parts, "gone", F.expr(place_sql("key", kind.state_key)))
-            found = write_state(frame, kind, uri, f"{folder}/state-{at}", small=parts == 1)
-            columns = indexed_columns(kind, index_columns(files))
-            indexes = write_index(StateReader(spark, uri), kind, found.versions, columns, small=False)
+        small = [_SmallFold.of(each) for each in folds if each.is_small]
+        made = dict(
+            zip((each.folder for each in small), run_tasks(spark, len(small), lambda at: small[at].run()), strict=True)
+        )
+        for each in folds:
+            found = made.get(each.folder) or each.by_spark(reader)
+            columns = indexed_columns(each.kind, index_columns(each.files))
+            indexes = write_index(reader, each.kind, found.versions, columns, small=each.is_small)
             added += [*found.rows, *indexes]
-            removed.append([*due.rows, *indexes_of(files, due.versions)])
-        if not removed:
-            return 0
+        removed = [[*each.due.rows, *indexes_of(each.files, each.due.versions)] for each in folds]
         crash_point("fold:written")
         compaction.commit(state.table, added, removed)
     except BaseException:
@@ -117,6 +137,119 @@ def fold(spark: SparkSession, state: StagingState) -> int:
         raise
     crash_point("fold:committed")
     return sum(map(len, removed))
+
+
+@dataclass(frozen=True)
+class _Fold:
+    """The fold of a table's files ``due``, into a ``folder`` below the staging table ``uri``. ``files``: all files of the table;
+    ``deleted``: with deleted rows."""
+
+    uri: str
+    folder: str
+    kind: TableType
+    files: StateFiles
+    due: StateFiles
+    deleted: bool
+
+    @property
+    def is_small(self) -> bool:
+        return _records(self.due.rows) <= TASK_RECORDS and sum(item.size for item in self.due.rows) <= TASK_BYTES
+
+    def by_spark(self, reader: StateReader) -> StateFiles:
+        from pyspark.sql import functions as F
+
+        frame = folded(reader, self.kind, self.due, deleted=self.deleted)
+        parts = max(1, _records(self.due.versions) // FILE_RECORDS)
+        if parts > 1:
+            frame = frame.repartitionByRange(parts, "gone", F.expr(place_sql("key", self.kind.state_key)))
+        return write_state(frame, self.kind, self.uri, self.folder, small=parts == 1)
+
+
+@dataclass(frozen=True)
+class _SmallFold:
+    """A fold by one Spark task, with Arrow. ``schema``: of the files; ``row``: the column of rows; ``groups``: of the files of
+    versions, and of replaced versions."""
+
+    uri: str
+    folder: str
+    schema: pa.Schema
+    row: str
+    groups: tuple[str, str]
+    due: StateFiles = field(repr=False)
+    deleted: bool
+
+    @staticmethod
+    def of(fold: _Fold) -> _SmallFold:
+        table = fold.kind.table
+        groups = table.versions, table.replaced
+        return _SmallFold(fold.uri, fold.folder, fold.kind.schema, table.row_column, groups, fold.due, fold.deleted)
+
+    def run(self) -> StateFiles | None:
+        """The new files; None if a file has not the types of the table."""
+        versions, replaced = self._read(self.due.versions), self._read(self.due.replaced)
+        if versions is None or replaced is None:
+            return None
+        live = versions.filter(pa.array(~_is_in(versions, replaced)))
+        live = live if self.deleted else live.filter(pc.is_valid(live[self.row]))
+        gone = replaced.filter(pa.array(~_is_in(replaced, versions)))
+        return StateFiles(*(self._written(at, rows) for at, rows in enumerate((live, gone))))
+
+    def _read(self, files: Iterable[DataFile]) -> pa.Table | None:
+        found = [self.schema.empty_table()]
+        for item in files:
+            place = storage.join(self.uri, item.path)
+            system, path = storage.filesystem(place)
+            # Spark writes times as INT96.
+            with (
+                storage.access_errors(place, "can't be read"),
+                pq.ParquetFile(path, filesystem=system, coerce_int96_timestamp_unit="us") as file,
+            ):
+                rows = file.read()
+            if not _has_types(rows.schema, self.schema):
+                return None
+            columns = [_cast(rows[each.name], each.type) for each in self.schema]
+            found.append(pa.Table.from_arrays(columns, schema=self.schema))
+        return pa.concat_tables(found).combine_chunks()
+
+    def _written(self, at: int, rows: pa.Table) -> list[DataFile]:
+        if not rows.num_rows:
+            return []
+        path = f"{self.folder}/gone={at}/part-{uuid.uuid4().hex}.parquet"
+        uri = storage.join(self.uri, path)
+        high, low = (pc.struct_field(rows[ORDER], [part]) for part in (0, 1))
+        order = pc.sort_indices(pa.table({"high": high, "low": low}), [("high", "ascending"), ("low", "ascending")])
+        rows = rows.take(order)
+        system, full = storage.filesystem(uri)
+        with storage.access_errors(uri, "can't be written"):
+            system.create_dir(full.rsplit("/", 1)[0], recursive=True)
+            with versions_writer(full, system, self.schema) as writer:
+                writer.write_table(rows)
+        bounds = place_bounds(rows[ORDER].combine_chunks())
+        size = storage.file_size(uri)
+        return [DataFile(path, size, len(rows), group=self.groups[at], min_order=bounds[:2], max_order=bounds[2:])]
+
+
+def _has_types(own: pa.Schema, wanted: pa.Schema) -> bool:
+    """Whether a file has the columns of a table as they are now. Of a time in INT96, Arrow does not know the zone."""
+    texts = [
+        {each.name: spark_type(each.type).simpleString().replace("timestamp_ntz", "timestamp") for each in schema}
+        for schema in (own, wanted)
+    ]
+    return texts[0] == texts[1]
+
+
+def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    return column if column.type.equals(kind) else column.cast(kind)
+
+
+def _is_in(rows: pa.Table, others: pa.Table) -> np.ndarray:
+    """By row: whether its version is among the versions of other rows."""
+    mine, theirs = ([pc.struct_field(each[VERSION], [part]).to_numpy() for part in (0, 1)] for each in (rows, others))
+    found = np.zeros(len(rows), dtype=bool)
+    for partition in np.unique(mine[0]):
+        at = mine[0] == partition
+        found[at] = np.isin(mine[1][at], theirs[1][theirs[0] == partition])
+    return found
 
 
 def has_quarantined(state: StagingState, topic: str) -> bool:

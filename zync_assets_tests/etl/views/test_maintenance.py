@@ -202,7 +202,7 @@ def test_random_changes(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) 
     """In small batches, in large ones, in large ones that touch many keys, and in both; with folds of state between them."""
     # Each look-up by another column than the key asks the index.
     monkeypatch.setattr(state_index, "SHARE", 0)
-    monkeypatch.setattr(state_fold, "RUNS", 4)
+    monkeypatch.setattr(state_fold, "RUNS", 2)
     if seed:
         # A large batch writes slices of about three records.
         monkeypatch.setattr(positions, "SMALL", 0)
@@ -261,7 +261,7 @@ def test_a_long_history_is_taken_in_batches_of_files(make: Make) -> None:
 @pytest.mark.slow
 def test_a_fold_of_all_files_drops_deleted_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of ten rows, each of which comes and goes, is empty. A row that comes again is a new one."""
-    monkeypatch.setattr(state_fold, "RUNS", 4)
+    monkeypatch.setattr(state_fold, "RUNS", 2)
     shop = make("from: o\nkey: {id: o.id}\nvalue: {status: o.status}")
     sql = "SELECT {'id': o.id}, {'status': o.status} FROM o"
     for status in ("open", "paid", None, None):
@@ -283,7 +283,7 @@ def test_a_fold_of_all_files_drops_deleted_rows(make: Make, monkeypatch: pytest.
 
 POINTS = ("etl:state-written", "fold:written", "fold:committed")
 """The crash points of views."""
-FOLDS = "from zync_assets.etl.views import state_fold; state_fold.RUNS = 4"
+FOLDS = "from zync_assets.etl.views import state_fold; state_fold.RUNS = 2"
 
 
 @pytest.mark.slow
