@@ -8,7 +8,8 @@ from zync_assets.errors import DataLoss, SinkError, TargetUnavailable, ZyncError
 from zync_assets.lake.check_results import CheckResult, Number, conclude
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
-from zync_assets.sinks.plan import plan_sink
+from zync_assets.sinks.plan import plan_sink, reset_command
+from zync_assets.sinks.target import TableSpec
 
 SINK_POSITION, SINK_QUARANTINE = "sink_position", "sink_quarantine"
 
@@ -45,6 +46,10 @@ def sink_position(
         for partition, upcoming in (expected or {}).items()
         if (plan.progress.next.get(partition) or 0) < upcoming
     ]
+    if plan.progress.origin is not None and not plan.target().has_table(TableSpec(table.name, (), (), sink.mode)):
+        problems.append(
+            f"the table is not there, and records were written to it. Load it from the start: {reset_command(plan)}"
+        )
     good = f"{plan.lag} offsets are left to write" if plan.lag else "every record is written"
     return conclude(SINK_POSITION, subject, "error", problems, good, numbers)
 

@@ -19,7 +19,8 @@ from typing import Any
 import pyarrow as pa
 
 from zync_assets.checks.sink_checks import sink_subject
-from zync_assets.errors import SinkError
+from zync_assets.codecs.spark_types import listed_frame
+from zync_assets.errors import SinkError, TableUnfit
 from zync_assets.etl.views.rebuild import state_counts
 from zync_assets.etl.views.tables import stored_tables
 from zync_assets.lake.check_results import CheckResult, Number, conclude
@@ -29,7 +30,7 @@ from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
 from zync_assets.sinks.commit import loaded
 from zync_assets.sinks.fold import DELETE, OP, SET, UPDATE
-from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, source_frame
+from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, reset_command, source_frame
 from zync_assets.sinks.target import TableSpec, Target, open_target
 from zync_assets.spark.failures import spark_failures
 from zync_assets.spark.session import Session
@@ -41,6 +42,8 @@ MOST = 10
 """Differences that are named."""
 LOOKS = 3
 """How often a table is compared, where rows differ and a sink has written meanwhile."""
+
+_PLACES = pa.schema([("refused_in", pa.int32()), ("refused_at", pa.int64())])
 
 _UUID = re.compile("[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
@@ -93,7 +96,7 @@ def rows_match(pipeline: Pipeline, session: Session, sink: Sink, table: SinkTabl
             return conclude(ROWS_MATCH, subject, "error", [str(error)], "", {})
         if not found.differing or plan.target().progress(plan.place) == plan.progress:
             numbers: dict[str, Number] = {"rows": found.rows, "differing": found.differing}
-            problems = [str(found)] if found.differing else []
+            problems = [f"{found}. Load the table again: {reset_command(plan)}"] if found.differing else []
             return conclude(ROWS_MATCH, subject, "error", problems, "every row is what its records make it", numbers)
     problem = "a sink wrote the table while its rows were compared. Stop the sink, and check again."
     return conclude(ROWS_MATCH, subject, "error", [problem], "", {})
@@ -129,14 +132,22 @@ def compare_rows(plan: SinkPlan, session: Session) -> Differences:
 
 
 def _compare_rows(plan: SinkPlan, session: Session) -> Differences:
+    from pyspark.sql import functions as F
+
     whole, spark = layout(plan, session), session()
     ranges = tuple(
         OffsetRange(partition, min(plan.starts.get(partition, 0), upcoming), upcoming)
         for partition, upcoming in sorted(plan.progress.next.items())
     )
     frame = source_frame(spark, plan, whole, ranges, guarded=True)
-    for bad in plan.progress.bad:
-        frame = frame.where(f"NOT ({PARTITION} = {bad.partition} AND {OFFSET} = {bad.offset})")
+    if not plan.target().has_table(whole.spec):
+        raise TableUnfit(f"table {whole.spec.name} is not there. Load it from the start: {reset_command(plan)}")
+    if plan.progress.bad:
+        refused = listed_frame(spark, _PLACES, [(item.partition, item.offset) for item in plan.progress.bad])
+        # The columns keep their order, by which they are read.
+        frame = frame.join(
+            F.broadcast(refused), F.expr(f"{PARTITION} = refused_in AND {OFFSET} = refused_at"), "left_anti"
+        )
     keys = whole.key_names if whole.spec.mode == "upsert" else [PARTITION, OFFSET]
     frame = frame.repartition(*keys).sortWithinPartitions(*keys, PARTITION, OFFSET)
 
@@ -148,6 +159,8 @@ def _compare_rows(plan: SinkPlan, session: Session) -> Differences:
         theirs = task_frame(spark, 1).mapInArrow(
             partial(_stored, plan.target(), whole.spec), "name string, found string"
         )
+        # A table of the user's own may lack the primary key that keeps a row from being there twice.
+        theirs = theirs.groupBy("name").agg(F.expr("min(found) AS found"), F.expr("count(*) AS times"))
         pairs = ours.join(theirs, "name", "full_outer")
         # Rows of the table may come from records that retention removed.
         is_whole = not getattr(plan.state, "retention_start", None)
@@ -186,6 +199,8 @@ def _compared(spec: TableSpec, is_whole: bool, batches: Iterable[pa.RecordBatch]
 
 
 def _difference(spec: TableSpec, row: dict[str, Any], is_whole: bool) -> str | None:
+    if (row["times"] or 0) > 1:
+        return f"the table has the row {row['times']} times"
     if row["wanted"] is None:
         is_known = row["marks"] is not None
         return "the source has no such row" if row["found"] is not None and (is_whole or is_known) else None

@@ -177,7 +177,9 @@ def to_kafka(pipeline: Path, topics: tuple[str, ...], recreate: str | None, fmt:
 @click.command()
 @_pipeline
 @click.option("--sink", "names", metavar="SINK", multiple=True, help="Only this sink; may be given again.")
-@click.option("--reset", metavar="TABLE", help="Empty this table first, and load it again from the start.")
+@click.option(
+    "--reset", metavar="TABLE", help="Empty this table first, and load it again. Add --sink if several sinks have it."
+)
 @click.option("--verify", is_flag=True, help="Write nothing: compare every row of the tables with its records.")
 @format_option
 def sink(pipeline: Path, names: tuple[str, ...], reset: str | None, verify: bool, fmt: Format) -> None:

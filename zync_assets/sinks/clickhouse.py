@@ -69,7 +69,7 @@ from zync_assets.sinks.clickhouse_types import (
 )
 from zync_assets.sinks.fold import CREATION, DELETE, OFFSET, OP, SET
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import SqlType, at_place, place_values
+from zync_assets.sinks.sql_types import SqlType, at_place, by_offset, ddl_text, place_values
 from zync_assets.sinks.target import (
     LOCAL_HOSTS,
     BadRecord,
@@ -127,6 +127,7 @@ class ClickhouseTarget(SqlTarget):
     ``chdb:///folder``."""
 
     days = DAYS
+    is_atomic = False
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -180,18 +181,13 @@ class ClickhouseTarget(SqlTarget):
 
     def progress(self, place: Place) -> Progress:
         with self.connection() as connection:
-            if not sa.inspect(connection).has_table(QUARANTINE.name):
-                return Progress()
             rows = _rows(connection, POSITIONS, place)
             refused = _rows(connection, QUARANTINE, place)
         own = [row for row in rows if row["partition"] >= 0]
         upcoming = {row["partition"]: row["next"] for row in own}
         # What was refused by a batch that did not move the position does not count.
-        bad = tuple(
-            BadRecord(row["partition"], row["offset"], row["key"], row["error"])
-            for row in refused
-            if row["offset"] < upcoming.get(row["partition"], 0)
-        )
+        done = [row for row in refused if row["offset"] < upcoming.get(row["partition"], 0)]
+        bad = by_offset([BadRecord(row["partition"], row["offset"], row["key"], row["error"]) for row in done])
         if any(row["partition"] == _CLEARING for row in rows):
             # The table was being emptied: no lake has this id, so that the sink asks for another --reset.
             return Progress({}, "being emptied", bad)
@@ -403,7 +399,7 @@ class ClickhouseTarget(SqlTarget):
         in_order = len(parts) == len(wanted) and all({name, quote_identifier(name)} & parts for name in wanted)
         if in_order and _VERSION.search(engine):
             return None
-        ddl = str(sa.schema.CreateTable(self.new_table(spec)).compile(connection))
+        ddl = ddl_text(sa.schema.CreateTable(self.new_table(spec)), connection)
         return (
             f"it is no ReplacingMergeTree({OFFSET}, {DELETED}) ordered by ({', '.join(wanted)}); move it away, and make it"
             f" so:\n{ddl};"
@@ -438,6 +434,8 @@ def _drop(connection: Connection, name: str) -> None:
 
 
 def _rows(connection: Connection, table: sa.Table, place: Place) -> list[Mapping[str, Any]]:
+    if not sa.inspect(connection).has_table(table.name):
+        return []
     query = final(sa.select(*table.c), table).where(*at_place(table, place))
     return [dict(row) for row in connection.execute(query).mappings()]
 

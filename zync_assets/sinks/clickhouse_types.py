@@ -289,7 +289,9 @@ def load_token(merge: Merge, *load: int) -> str:
 
 def sql_text(connection: Connection, statement: Any) -> str:
     """A statement as text, with its values."""
-    return str(statement.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True}))
+    made = str(statement.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True}))
+    # SQLAlchemy doubles each percent sign, as for a statement with parameters.
+    return made.replace("%%", "%")
 
 
 def client_of(connection: Connection) -> Any:

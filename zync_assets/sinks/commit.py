@@ -128,6 +128,12 @@ def _prepare(target: Target, plan: SinkPlan, spec: TableSpec) -> None:
     if is_begun or spec.mode == "upsert":
         return
     if found := target.past_places(plan.place, spec, plan.origin, plan.pipeline.sink_names):
+        if not found[0].sink:
+            raise SinkError(
+                f"sink {plan.sink.name}, table {spec.name}: the table has records of {plan.table.topic}, and the target has no"
+                " position of them. The target's table zync_positions was lost, or another program wrote the records. Records"
+                f" would be in the table twice. Put zync_positions back; or load the table again: {reset_command(plan)}"
+            )
         past = found[0].sink if found[0].pipeline == plan.place.pipeline else f"{found[0].sink} of {found[0].pipeline}"
         raise SinkError(
             f"sink {plan.sink.name}, table {spec.name}: the table has rows, and a sink that the pipeline file does not have"

@@ -36,13 +36,12 @@ from zync_assets.sinks.databend_engine import BUSY, EngineSession, ServerSession
 from zync_assets.sinks.databend_engine import Connection as DatabendConnection
 from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPDATE
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import BOOK, POSITIONS, QUARANTINE, SqlType, at_place, holds, place_values, wider
+from zync_assets.sinks.sql_types import BOOK, POSITIONS, SqlType, holds, place_values, wider
 from zync_assets.sinks.target import (
     LOCAL_HOSTS,
     Column,
     LoadTable,
     Merge,
-    Place,
     TableSpec,
     gathered,
 )
@@ -265,11 +264,11 @@ class DatabendTarget(SqlTarget):
     def lock(self, query: sa.Select[Any]) -> sa.Select[Any]:
         return query
 
-    def forget_bad(self, connection: Connection, place: Place) -> None:
+    def delete(self, connection: Connection, table: sa.Table, *where: sa.ColumnElement[bool]) -> None:
         # The embedded engine may end a DELETE that finds no row with "entered unreachable code", again and again.
-        query = sa.select(sa.literal(1)).select_from(QUARANTINE).where(*at_place(QUARANTINE, place)).limit(1)
+        query = sa.select(sa.literal(1)).select_from(table).where(*where).limit(1)
         if connection.execute(query).first() is not None:
-            super().forget_bad(connection, place)
+            super().delete(connection, table, *where)
 
     def _lock_positions(self, connection: Connection, merge: Merge) -> None:
         mark = {"partition": _MARK, "next": 0, "origin": merge.origin}
@@ -278,7 +277,7 @@ class DatabendTarget(SqlTarget):
 
     def _advance_positions(self, connection: Connection, merge: Merge) -> None:
         super()._advance_positions(connection, merge)
-        connection.execute(sa.delete(POSITIONS).where(POSITIONS.c.partition == _MARK))
+        self.delete(connection, POSITIONS, POSITIONS.c.partition == _MARK)
 
     def _apply(self, connection: Connection, table: sa.Table, spec: TableSpec, load: LoadTable, number: int) -> None:
         rows = self.load_table(table, spec, load.name, None)

@@ -15,10 +15,11 @@ name begins with ``ssl`` decides otherwise.
 from __future__ import annotations
 
 import math
+import re
 import secrets
 import ssl
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import date, datetime, timedelta
 from typing import Any
 
@@ -72,6 +73,12 @@ _PASSING_CLIENT = {2002, 2003, 2006, 2013, 2055}
 _REFUSALS = {1048, 1062, 1264, 1265, 1292, 1364, 1366, 1406, 1411, 1451, 1452, 1525, 1644, 1690, 3140, 3141, 3819, 4025}
 """Nulls, duplicates, values out of range, too long or of the wrong form, foreign keys, checks, triggers."""
 
+_DENIED = {1044, 1142, 1143, 1227}
+_WRONG_PASSWORD = 1045
+_LOGIN = {1049, _WRONG_PASSWORD}
+_RIGHTS = "SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER"
+"""A missing right, an unknown database or a wrong password, and the rights that a sink needs."""
+
 _BITS: tuple[tuple[type[SqlType], int], ...] = (
     (mysql.TINYINT, 8),
     (mysql.SMALLINT, 16),
@@ -88,6 +95,8 @@ class MysqlTarget(SqlTarget):
     days = (date(1000, 1, 1), date.max)
     infinities = False
     name_limit = 64, "characters"
+    # SQLAlchemy does not find a column whose name has a backtick. Names have no characters outside of Unicode's first plane.
+    odd_names = re.compile("[`\U00010000-\U0010ffff]")
 
     def make_engine(self) -> Engine:
         url = sa.make_url(self.url).set(drivername="mysql+pymysql")
@@ -104,6 +113,25 @@ class MysqlTarget(SqlTarget):
         if code in _PASSING_CLIENT or code in _PASSING:
             return TargetUnavailable
         return TargetRefused if code in _REFUSALS else SinkError
+
+    def error_text(self, error: exc.DBAPIError) -> str:
+        arguments: Any = getattr(error.orig, "args", ())
+        return f"{arguments[1]} (error {arguments[0]})" if len(arguments) == 2 else super().error_text(error)
+
+    def error(self, error: exc.DBAPIError) -> SinkError:
+        made, code, cure = super().error(error), _code(error), None
+        if code in _DENIED:
+            found = re.search("'[^']*'@'[^']*'", str(made))
+            user = found[0] if found else "the user"
+            # The host of an account may be a pattern, which the message does not have.
+            with suppress(exc.SQLAlchemyError), self.engine().connect() as connection:
+                name, _, host = connection.execute(sa.select(sa.func.current_user())).scalar_one().rpartition("@")
+                user = f"'{name}'@'{host}'"
+            quote = mysql.dialect().identifier_preparer.quote_identifier
+            cure = f"Run:\nGRANT {_RIGHTS} ON {quote(self.engine().url.database or '')}.* TO {user};"
+        elif code in _LOGIN:
+            cure = "Correct the url." if code == _WRONG_PASSWORD else "Correct the url, or create the database."
+        return made if cure is None else type(made)(f"{str(made).rstrip('.')}. {cure}")
 
     @contextmanager
     def run(self, place: Place) -> Generator[str]:
@@ -225,9 +253,8 @@ class MysqlTarget(SqlTarget):
             columns = [_stored(batch.column(name), name, self.days) for name in batch.schema.names]
             names = ", ".join(quote.quote(name) for name in batch.schema.names)
             marks = ", ".join(["%s"] * len(columns))
-            # PyMySQL joins the rows of such a statement into statements of many rows.
-            statement = f"INSERT INTO {quote.format_table(table)} ({names}) VALUES ({marks})".replace("%", "%%")
-            statement = statement.replace("%%s", "%s")
+            # PyMySQL joins the rows of such a statement into statements of many rows. The names have their percent signs twice.
+            statement = f"INSERT INTO {quote.format_table(table)} ({names}) VALUES ({marks})"
             if batch.num_rows:
                 connection.exec_driver_sql(statement, list(zip(*columns, strict=True)))
 

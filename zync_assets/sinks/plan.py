@@ -338,7 +338,7 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
         plan.pipeline.unavailable_value,
         types,
     )
-    _check_lengths(plan, target, whole)
+    _check_names(plan, target, whole)
     return whole
 
 
@@ -353,11 +353,8 @@ def _held_type(plan: SinkPlan, name: str, kind: DataType) -> pa.DataType:
         ) from None
 
 
-def _check_lengths(plan: SinkPlan, target: Target, whole: Layout) -> None:
-    """SinkError for a name that is longer than the target takes. PostgreSQL would cut a column's, and not find it again."""
-    if target.name_limit is None:
-        return
-    most, unit = target.name_limit
+def _check_names(plan: SinkPlan, target: Target, whole: Layout) -> None:
+    """SinkError for a name that the target does not take. PostgreSQL would cut a long one, and not find the column again."""
     own = {item.column.name for item in whole.columns}
     names = [(part, "table", "table:") for part in named(whole.spec) if part is not None]
     names += [
@@ -365,10 +362,17 @@ def _check_lengths(plan: SinkPlan, target: Target, whole: Layout) -> None:
         for item in whole.spec.columns
     ]
     for name, what, key in names:
+        where = f"sink {plan.sink.name}, {plan.table.source}: the name {name} of the {what}"
+        if target.odd_names is not None and (odd := target.odd_names.search(name)):
+            raise SinkError(
+                f"{where} has the character {odd[0]}, which the target does not take. Give a name with {key}."
+            )
+        if target.name_limit is None:
+            continue
+        most, unit = target.name_limit
         if (length := len(name.encode() if unit == "bytes" else name)) > most:
             raise SinkError(
-                f"sink {plan.sink.name}, {plan.table.source}: the name {name} of the {what} has {length} {unit}, and the target"
-                f" takes {most} at the most. Give a shorter name with {key}."
+                f"{where} has {length} {unit}, and the target takes {most} at the most. Give a shorter name with {key}."
             )
 
 

@@ -26,6 +26,7 @@ from warnings import catch_warnings, simplefilter
 import psycopg
 import pyarrow as pa
 import sqlalchemy as sa
+from psycopg import sql
 from pyarrow import csv
 from sqlalchemy import event, exc
 from sqlalchemy.dialects.postgresql import ARRAY, ENUM, JSONB, MONEY, TSVECTOR, dialect, insert
@@ -38,7 +39,7 @@ from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.pipeline import Evolve
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import POSITIONS, QUARANTINE, SqlType, is_exact, on_conflict, standard_type
-from zync_assets.sinks.target import Column, LoadTable, Merge, Place, TableSpec, counted, load_names
+from zync_assets.sinks.target import Column, LoadTable, Merge, Place, TableSpec, counted, load_names, named
 
 OPTIONS = {"connect_timeout": "10", "options": "-c timezone=UTC", "application_name": "zync"}
 """Options of a connection that the URL may set otherwise."""
@@ -167,13 +168,15 @@ class PostgresTarget(SqlTarget):
         first = next(rows, None)
         if first is None:
             return
-        names, quote = first.schema.names, connection.dialect.identifier_preparer
-        columns = ", ".join(quote.quote(name) for name in names)
+        names = first.schema.names
         driver: Any = connection.connection.driver_connection
         json_names = {name for name in names if isinstance(table.c[name].type, sa.JSON)}
         # A line that is nothing but backslash and point would end the COPY.
         options = csv.WriteOptions(include_header=False, quoting_style="needed" if len(names) > 1 else "all_valid")
-        statement = f"COPY {quote.format_table(table)} ({columns}) FROM STDIN (FORMAT csv)"
+        columns = sql.SQL(", ").join(map(sql.Identifier, names))
+        statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT csv)").format(
+            _identifier(table.schema, table.name), columns
+        )
         # One COPY for all rows: the server reads a batch while the next one is made.
         with _dbapi_errors(connection), driver.cursor() as cursor, cursor.copy(statement) as copy:
             for batch in chain((first,), rows):
@@ -195,10 +198,8 @@ class PostgresTarget(SqlTarget):
         """COPY goes into tables that have neither rules nor policies of rows."""
         if spec.mode != "insert":
             return False
-        schema, _, name = spec.name.rpartition(".")
-        table = self.engine().dialect.identifier_preparer.format_table(
-            sa.Table(name, sa.MetaData(), schema=schema or None)
-        )
+        name, schema = named(spec)
+        table = _identifier(schema, name).as_string(None)
         classes = sa.table("pg_class", *map(sa.column, ("oid", "relkind", "relrowsecurity", "relhasrules")))
         query = sa.select(classes.c.oid).where(
             classes.c.oid == sa.func.to_regclass(table),
@@ -328,6 +329,11 @@ def missing_rights(connection: Connection, table: str | None) -> str:
     if not lines:
         return f"Only the owner may do so. Run what the table needs as its owner, or make {quote(role)} its owner."
     return "Run:\n" + "\n".join(lines)
+
+
+def _identifier(schema: str | None, name: str) -> sql.Identifier:
+    """The name of a table. SQLAlchemy would double each percent sign, as for a statement with parameters."""
+    return sql.Identifier(*([schema] if schema else []), name)
 
 
 @contextmanager

@@ -27,16 +27,19 @@ from zync_assets.sinks.sql_types import (
     QUARANTINE,
     SqlType,
     at_place,
+    ddl_text,
     holds,
     missing_key,
+    past_writers,
     place_values,
+    read_progress,
     refuse_creation,
     sql_text,
     standard_type,
     type_text,
     wider,
 )
-from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, Progress, TableSpec, Target, named
+from zync_assets.sinks.target import Column, LoadTable, Merge, Place, Progress, TableSpec, Target, named
 
 _ENGINES: dict[tuple[type[SqlTarget], str], Engine] = {}
 """Class and URL → the process's engine."""
@@ -44,6 +47,9 @@ _ENGINES: dict[tuple[type[SqlTarget], str], Engine] = {}
 
 class SqlTarget(Target):
     """An SQL database with transactions."""
+
+    is_atomic = True
+    """Whether rows are never in a table before their position."""
 
     _session: Connection | None = None
 
@@ -150,19 +156,12 @@ class SqlTarget(Target):
             return sa.inspect(connection).has_table(*named(spec))
 
     def past_places(self, place: Place, spec: TableSpec, origin: str, sinks: Collection[str]) -> Sequence[Place]:
-        positions = POSITIONS.c
-        # A pipeline that was renamed has the same sinks. Other pipelines of the lake may write to this target too.
-        is_same = sa.and_(positions.sink == place.sink, positions.origin == origin)
-        is_past = sa.or_(positions.pipeline == place.pipeline, is_same)
-        query = sa.select(positions.pipeline, positions.sink).where(positions.source == place.source, is_past)
-        # The partitions of a source begin at 0. Others are marks.
-        query = query.where(positions.partition >= 0).distinct()
+        has_topic = any(item.field == "kafka.topic" for item in spec.columns)
         with self.connection() as connection:
-            rows = connection.execute(query).all()
-            found = [
-                Place(row[0], row[1], place.source) for row in rows if row[0] != place.pipeline or row[1] not in sinks
-            ]
-            return sorted(found, key=str) if found and self._has_records(connection, place, spec) else []
+            found = past_writers(connection, place, origin, sinks)
+            if any(not item.sink for item in found) and not (has_topic and self.is_atomic):
+                return []
+            return found if found and self._has_records(connection, place, spec) else []
 
     def _has_records(self, connection: Connection, place: Place, spec: TableSpec) -> bool:
         """Whether the table has a record of a source. A table without a column for the topic: whether it has a row."""
@@ -184,15 +183,7 @@ class SqlTarget(Target):
 
     def progress(self, place: Place) -> Progress:
         with self.connection() as connection:
-            if not sa.inspect(connection).has_table(QUARANTINE.name):
-                return Progress()
-            rows = connection.execute(sa.select(POSITIONS).where(*at_place(POSITIONS, place))).mappings().all()
-            bad = connection.execute(sa.select(QUARANTINE).where(*at_place(QUARANTINE, place))).mappings().all()
-        return Progress(
-            {row["partition"]: row["next"] for row in rows},
-            rows[0]["origin"] if rows else None,
-            tuple(BadRecord(row["partition"], row["offset"], row["key"], row["error"]) for row in bad),
-        )
+            return read_progress(connection, place)
 
     def prepare(self, spec: TableSpec, *, create: bool, evolve: Evolve) -> None:
         with self.connection() as connection:
@@ -226,9 +217,9 @@ class SqlTarget(Target):
             # 2. The data, one load table after the other: no key is in two of them.
             table = self._reflected(connection, merge.spec) if merge.loads or merge.clear else None
             if merge.clear and table is not None:
-                connection.execute(sa.delete(table))
+                self.delete(connection, table)
                 for place in merge.cleared:
-                    self.forget_bad(connection, place)
+                    self.delete(connection, QUARANTINE, *at_place(QUARANTINE, place))
                 crash_point("sink:emptied")
             for number, load in enumerate(merge.loads):
                 assert table is not None
@@ -239,9 +230,9 @@ class SqlTarget(Target):
         crash_point("sink:merged")
         self.drop([load.name for load in merge.loads])
 
-    def forget_bad(self, connection: Connection, place: Place) -> None:
-        """Remove a place's refused records from the quarantine."""
-        connection.execute(sa.delete(QUARANTINE).where(*at_place(QUARANTINE, place)))
+    def delete(self, connection: Connection, table: sa.Table, *where: sa.ColumnElement[bool]) -> None:
+        """Remove rows of a table; all rows without a condition."""
+        connection.execute(sa.delete(table).where(*where))
 
     def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
         with self.connection() as connection:
@@ -276,10 +267,14 @@ class SqlTarget(Target):
         except exc.SQLAlchemyError as error:
             raise SinkError(f"the target's library says: {str(error).partition(chr(10))[0]}.") from None
 
+    def error_text(self, error: exc.DBAPIError) -> str:
+        """The message of the database."""
+        return str(error.orig)
+
     def error(self, error: exc.DBAPIError) -> SinkError:
         """The error of the project for an error of the database."""
         kind = TargetUnavailable if error.connection_invalidated else self.sort(error)
-        text = " ".join(str(error.orig).split())
+        text = " ".join(self.error_text(error).split())
         if kind is SinkError:
             text = f"the target says: {text}"
         return kind(text)
@@ -354,7 +349,7 @@ class SqlTarget(Target):
         allowed: int,
     ) -> str:
         text = f"table {spec.name}: {'; '.join([what for _, what, _ in statements] + list(hopeless))}."
-        ddl = "".join(f"\n{str(item.compile(connection)).strip()};" for _, _, item in statements)
+        ddl = "".join(f"\n{ddl_text(item, connection)};" for _, _, item in statements)
         needed = max((level for level, _, _ in statements), default=0)
         if statements:
             word = {1: "add", 2: "widen"}[needed]
@@ -376,7 +371,7 @@ class SqlTarget(Target):
         """Lock the positions, and raise CommitConflict unless they are the expected ones."""
         if merge.clear:
             for place in merge.cleared:
-                connection.execute(sa.delete(POSITIONS).where(*at_place(POSITIONS, place)))
+                self.delete(connection, POSITIONS, *at_place(POSITIONS, place))
             return
         at = at_place(POSITIONS, merge.place)
         query = self.lock(sa.select(POSITIONS).where(*at))
@@ -399,7 +394,7 @@ class SqlTarget(Target):
                 connection.execute(sa.update(POSITIONS).where(*at, POSITIONS.c.partition == partition).values(**values))
         for partition, offset in merge.cured:
             where = (QUARANTINE.c.partition == partition, QUARANTINE.c.offset == offset)
-            connection.execute(sa.delete(QUARANTINE).where(*at_place(QUARANTINE, merge.place), *where))
+            self.delete(connection, QUARANTINE, *at_place(QUARANTINE, merge.place), *where)
         for bad in merge.bad:
             values = {"partition": bad.partition, "offset": bad.offset, "key": bad.key, "error": bad.error}
             connection.execute(sa.insert(QUARANTINE).values(**names, **values))

@@ -20,7 +20,8 @@ zync lie in each target: the positions of the sources, and the records that the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -29,7 +30,7 @@ from sqlalchemy import exc
 from sqlalchemy.engine import Connection
 
 from zync_assets.errors import TableUnfit
-from zync_assets.sinks.target import Place
+from zync_assets.sinks.target import BadRecord, Place, Progress
 
 SqlType: TypeAlias = sa.types.TypeEngine[Any]
 
@@ -200,6 +201,48 @@ def at_place(table: sa.Table, place: Place) -> list[sa.ColumnElement[bool]]:
     return [table.c[name] == value for name, value in place_values(place).items()]
 
 
+def read_progress(connection: Connection, place: Place) -> Progress:
+    """How far the source of a place was written, by the book. A table of the book that is missing has no row."""
+    inspector = sa.inspect(connection)
+    rows, bad = (
+        connection.execute(sa.select(table).where(*at_place(table, place))).mappings().all()
+        if inspector.has_table(table.name)
+        else []
+        for table in (POSITIONS, QUARANTINE)
+    )
+    refused = [BadRecord(row["partition"], row["offset"], row["key"], row["error"]) for row in bad]
+    return Progress(
+        {row["partition"]: row["next"] for row in rows}, rows[0]["origin"] if rows else None, by_offset(refused)
+    )
+
+
+def by_offset(bad: Sequence[BadRecord]) -> tuple[BadRecord, ...]:
+    """Refused records in the order of their partitions and offsets."""
+    return tuple(sorted(bad, key=lambda item: (item.partition, item.offset)))
+
+
+def past_writers(connection: Connection, place: Place, origin: str, sinks: Collection[str]) -> list[Place]:
+    """The places that wrote a source before, by the book; a place without a sink if the book has no position of the topic.
+    The parameters are those of ``Target.past_places``."""
+    positions = POSITIONS.c
+    # The partitions of a source begin at 0. Others are marks.
+    query = sa.select(positions.pipeline, positions.sink, positions.source, positions.origin).distinct()
+    query = query.where(positions.partition >= 0)
+    topic = place.source.partition(".")[2]
+    rows = [row for row in connection.execute(query).all() if row[2].partition(".")[2] == topic]
+    if not rows:
+        return [replace(place, sink="")]
+    # A pipeline that was renamed has the same sinks. Other pipelines of the lake may write to this target too.
+    found = {
+        Place(row[0], row[1], row[2])
+        for row in rows
+        if row[2] == place.source
+        and (row[0] == place.pipeline or (row[1] == place.sink and row[3] == origin))
+        and (row[0] != place.pipeline or row[1] not in sinks)
+    }
+    return sorted(found, key=str)
+
+
 def on_conflict(insert: Any, key: Sequence[str], others: Sequence[str]) -> sa.Executable:
     """An INSERT of PostgreSQL's or SQLite's dialect that updates the columns ``others`` of a row with the same key."""
     if not others:
@@ -216,6 +259,12 @@ def sql_text(kind: SqlType, connection: sa.Connection) -> str:
         return "of another type"
 
 
+def ddl_text(ddl: sa.schema.ExecutableDDLElement, connection: sa.Connection) -> str:
+    """A statement as a user runs it. SQLAlchemy doubles percent signs where a driver's parameters have them."""
+    text = str(ddl.compile(connection)).strip()
+    return text.replace("%%", "%") if connection.dialect.paramstyle in ("format", "pyformat") else text
+
+
 def refuse_creation(connection: sa.Connection, name: str, table: sa.Table, *, create: bool) -> None:
     """TableUnfit for a missing table that a sink can't make, or may not make by ``create``. ``name``: as the pipeline file has
     it."""
@@ -225,7 +274,7 @@ def refuse_creation(connection: sa.Connection, name: str, table: sa.Table, *, cr
     if create and not lacks_schema:
         return
     items = [*([sa.schema.CreateSchema(table.schema or "")] if lacks_schema else []), sa.schema.CreateTable(table)]
-    ddl = [f"{str(item.compile(connection)).strip()};" for item in items]
+    ddl = [f"{ddl_text(item, connection)};" for item in items]
     if create:
         raise TableUnfit(f"table {name}: schema {table.schema} does not exist. Run:\n{ddl[0]}")
     raise TableUnfit(f"table {name} is not there. Set create: true, or run:\n" + "\n".join(ddl))
@@ -248,5 +297,5 @@ def missing_key(connection: Connection, table: sa.Table, key: Sequence[str]) -> 
     quoted = ", ".join(quote.quote(name) for name in key)
     return (
         f"no primary key or unique constraint is on ({', '.join(key)}); run:"
-        f" ALTER TABLE {quote.format_table(table)} ADD PRIMARY KEY ({quoted})"
+        f" ALTER TABLE {quote.format_table(table)} ADD PRIMARY KEY ({quoted})".replace("%%", "%")
     )

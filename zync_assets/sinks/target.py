@@ -15,6 +15,7 @@ leaves load tables behind, and the next run removes them (``run``).
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import socket
 import time
@@ -198,6 +199,9 @@ class Target(ABC):
     name_limit: tuple[int, str] | None = None
     """The length of the longest name of a table or column, and whether it counts ``bytes`` or ``characters``; None: no limit."""
 
+    odd_names: re.Pattern[str] | None = None
+    """Finds a character that no name of a table or column may have; None: names may have any."""
+
     whole_records = False
     """Whether the target takes records as the source has them: the columns ``kafka``, ``key`` and ``value``, in the order of
     (partition, offset), in one task. Such a target appends, and has no key."""
@@ -266,7 +270,8 @@ class Target(ABC):
 
     def past_places(self, place: Place, spec: TableSpec, origin: str, sinks: Collection[str]) -> Sequence[Place]:
         """The places that wrote the source to this target before, if the table has records of the source. ``sinks``: those of the
-        pipeline file, which do not count. A sink, or its pipeline, may have been renamed. ``origin``: as in Progress."""
+        pipeline file, which do not count. A sink, or its pipeline, may have been renamed. ``origin``: as in Progress. A place
+        without a sink: the table has records of the source's topic, and the target has no position of the topic."""
         return ()
 
     @abstractmethod

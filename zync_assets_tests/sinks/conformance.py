@@ -33,6 +33,7 @@ RESET_POINTS = ("sink:emptied", "sink:merging", "sink:merged")
 PLACE = Place("pipe", "sink", "Staging.rows")
 ORIGIN = "table-1"
 BATCH = 12
+PART = 'Part "Name" of 5%s'
 CHANGE_AT = 4
 """The batch before which the source gets another column and a wider one."""
 
@@ -80,11 +81,11 @@ def sink(kind: str, url: str) -> Sink:
 
 def spec(target: Target, *, changed: bool) -> TableSpec:
     """The table, before and after the schema change."""
-    types: dict[str, pa.DataType] = {"id": pa.int64(), "Part Name": pa.string(), **TYPES}
+    types: dict[str, pa.DataType] = {"id": pa.int64(), PART: pa.string(), **TYPES}
     if changed:
         types |= {"added": pa.string()}
     columns = [Column(name, kind, as_json=not target.is_native(kind)) for name, kind in types.items()]
-    return TableSpec('rows of "it"', tuple(columns), ("id", "Part Name"), "upsert", "a comment")
+    return TableSpec('rows of "it" at 5%s', tuple(columns), ("id", PART), "upsert", "a comment")
 
 
 def value(name: str, chance: random.Random, target: Target) -> Any:
@@ -209,7 +210,7 @@ def rows_of(target: Target) -> dict[tuple[int, str], dict[str, Any]]:
             for column in table.columns:
                 if column.as_json and row[column.name] is not None:
                     row[column.name] = json.loads(row[column.name])
-            found[row.pop("id"), row.pop("Part Name")] = row
+            found[row.pop("id"), row.pop(PART)] = row
     return found
 
 

@@ -94,7 +94,7 @@ def test_random_changes_of_whole_and_partial_rows_give_the_folded_model(folder: 
     apply(it, 7, 8)
     assert rows_of(it) == model(it, 7, 8)
     # Background merges, whenever they come, change nothing that a reader sees.
-    query(folder, 'OPTIMIZE TABLE "rows of ""it""" FINAL')
+    query(folder, 'OPTIMIZE TABLE "rows of ""it"" at 5%s" FINAL')
     assert rows_of(it) == model(it, 7, 8)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import sqlite3
 import subprocess
 import sys
@@ -80,14 +81,15 @@ def test_a_batch_is_folded_and_written_once(
     assert differences.numbers == {"rows": 5, "differing": 3, "problems": 1}
     assert differences.summary == (
         "3 rows differ, with keys from id=2 to id=9. id=2: another value in v; id=4: the table lacks the row;"
-        " id=9: the source has no such row"
+        " id=9: the source has no such row. Load the table again:"
+        f" zync sink {it.pipeline.path} --sink shop --reset rows"
     )
     # A column or a table that is gone fails the check, and ends no report.
     with sqlite3.connect(tmp_path / "shop.db") as connection:
         last = connection.execute("SELECT * FROM rows").description[-1][0]
         for change, words in (
             (f"rows RENAME COLUMN {last} TO other", f"another value in v, {last}"),
-            ("rows RENAME TO others", "table rows is not there any more"),
+            ("rows RENAME TO others", "table rows is not there. Load it from the start: zync sink "),
         ):
             connection.execute(f"ALTER TABLE {change}")
             found = rows_match(it.pipeline, lambda: spark, sink, sink.tables[0])
@@ -117,6 +119,9 @@ def test_a_batch_is_folded_and_written_once(
     # A table that is gone is not made again without the records that the position has passed.
     with sqlite3.connect(tmp_path / "shop.db") as connection:
         connection.execute("DROP TABLE rows")
+    position = next(found for found in sink_results(it.pipeline) if found.name == "sink_position")
+    assert not position.passed
+    assert re.search(r"the table is not there, and records were written to it\. .* --reset rows", position.summary)
     it.send(it.left, row(5, "e"))
     it.step()
     with pytest.raises(TableUnfit, match=r"table rows is not there, and sink shop has written .* --reset rows"):
@@ -261,6 +266,44 @@ def test_a_replay_writes_a_refused_record_unless_a_later_one_of_its_key_was_writ
     assert drop_refused(it.pipeline, everything) == 1
     assert list(refused_records(it.pipeline, everything)) == []
     assert rows(it, "SELECT next FROM zync_positions") == [(5,)]
+
+
+APPENDED = (
+    TEXT[: TEXT.index("sinks:")]
+    + "sinks: [{name: shop, type: sqlite, url: shop.db, from: [Raw.$left], table: rows, mode: insert}]"
+)
+
+
+def test_rows_without_their_position_are_not_written_twice(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """A table of the user's own has no primary key, which would refuse a row that is there already."""
+    it = mini(services, spark, tmp_path, unique, APPENDED)
+    it.send(it.left, row(1, "a"), row(2, "b"))
+    it.ingest()
+    assert write(it) == [2]
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("CREATE TABLE own AS SELECT * FROM rows")
+        connection.execute("DROP TABLE rows")
+        connection.execute("ALTER TABLE own RENAME TO rows")
+        connection.execute("DROP TABLE zync_quarantine")
+    # A lost quarantine loses no position.
+    it.send(it.left, row(3, "c"))
+    it.ingest()
+    assert write(it) == [1]
+    (sink,) = it.pipeline.sinks
+    assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("DROP TABLE zync_positions")
+    with pytest.raises(SinkError, match=rf"table rows: the table has records of {it.left}, and .* no position of them"):
+        write(it)
+    assert len(rows(it, "SELECT * FROM rows")) == 3
+    reset_sink(it.pipeline, lambda: spark, "shop", "rows")
+    assert write(it) == [3]
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("INSERT INTO rows SELECT * FROM rows LIMIT 1")
+    found = rows_match(it.pipeline, lambda: spark, sink, sink.tables[0])
+    assert not found.passed and "the table has the row 2 times" in found.summary
 
 
 def shown(it: Mini, topic: str, offset: int) -> dict[str, Any]:

@@ -185,13 +185,18 @@ def test_a_column_is_widened_or_the_error_has_the_ddl(server: Server, database: 
 
 def test_an_outage_is_no_refusal_and_no_error_has_the_password(server: Server, database: str) -> None:
     server.run("mysql", f"CREATE USER u{database}@'127.0.0.1' IDENTIFIED BY 'right'")
-    for address, is_outage in (
-        (f"mysql://root:secret@127.0.0.1:1/{database}", True),
-        (f"mysql://u{database}:secret@127.0.0.1:{server.port}/{database}", False),
+    for address, is_outage, cure in (
+        (f"mysql://root:secret@127.0.0.1:1/{database}", True, "Can't connect to MySQL server"),
+        (f"mysql://u{database}:secret@127.0.0.1:{server.port}/{database}", False, "(error 1045). Correct the url."),
+        (
+            server.url("nothing"),
+            False,
+            "Unknown database 'nothing' (error 1049). Correct the url, or create the database.",
+        ),
     ):
         with pytest.raises(SinkError) as error:
             MysqlTarget(address).progress(PLACE)
-        assert "secret" not in str(error.value)
+        assert "secret" not in str(error.value) and cure in str(error.value)
         assert isinstance(error.value, TargetUnavailable) == is_outage
     table = spec(id=pa.int64(), name=pa.string())
     target = MysqlTarget(server.url(database) + "?init_command=SET%20innodb_lock_wait_timeout%3D1")
@@ -220,6 +225,28 @@ def test_the_least_rights_are_enough(server: Server, database: str) -> None:
     apply(target, table, [one(1, {"name": "a"}), one(2, {"name": "b"})])
     apply(target, table, [one(1, None), one(2, {"name": "B"})])
     assert server.run(database, "SELECT * FROM `rows`") == [(2, "B")]
+
+
+def test_a_missing_right_is_cured_by_the_grant_of_the_error(server: Server, database: str) -> None:
+    user = f"w{database}"[:16]
+    server.run(database, f"CREATE USER {user}@'%'", f"CREATE USER {user}@'127.0.0.1'")
+    target, table = MysqlTarget(server.url(database, user)), spec(id=pa.int64(), name=pa.string())
+    for rights in ((), ("CREATE",), ("CREATE", "SELECT")):
+        if rights:
+            server.run(database, f"GRANT {', '.join(rights)} ON {database}.* TO {user}@'127.0.0.1'")
+        with pytest.raises(SinkError, match=r"denied .*\(error 1\d\d\d\)\. Run:\nGRANT") as error:
+            target.prepare(table, create=True, evolve="none")
+            apply(target, table, [one(1, {"name": "a"})])
+    server.run(database, str(error.value).partition("Run:\n")[2])
+    target.prepare(table, create=True, evolve="none")
+    apply(target, table, [one(1, {"name": "a"})])
+    assert server.run(database, "SELECT * FROM `rows`") == [(1, "a")]
+
+
+@pytest.mark.parametrize("name", ["a`b", "snow \N{SNOWMAN} \N{PILE OF POO}"])
+def test_a_name_that_mysql_has_not_is_found(name: str) -> None:
+    assert MysqlTarget.odd_names.search(name)
+    assert not MysqlTarget.odd_names.search('Part "Name" of 5% \N{SNOWMAN}')
 
 
 def test_a_reset_and_a_first_batch_under_way_follow_each_other(server: Server, database: str) -> None:

@@ -4,8 +4,8 @@ Each batch adds a file or two to each table, and each look-up opens the files. A
 sorted, without the versions that are replaced by another file of the fold. The live rows stay the same. The largest runs are left
 alone until the smaller ones together hold as many records, so that the size of a record's run at least doubles with each fold.
 
-Most folds have few records. One Spark task for each table then reads and writes the files with Arrow, in a tenth of the time of
-Spark's queries. Spark folds many records, and files with other types than the table, as those of before a column was widened.
+Most folds have few records. One Spark task for each table then reads and writes the files with Arrow: Spark would plan its
+queries for longer. Spark folds many records, and files with other types than the table, as those of before a column was widened.
 
 A deleted row is a version too: a record that a replay brings later must not bring the row back. A fold of all files drops the
 deleted rows of a topic without quarantined records. Records that go into quarantine later have greater offsets.
@@ -50,7 +50,7 @@ RUNS = 4
 version in two of them. A batch of many new rows writes many files, none of which is in the way of another one."""
 FILE_RECORDS = 1_000_000
 """Records of a folded file, about."""
-TASK_RECORDS, TASK_BYTES = 200_000, 16 << 20
+TASK_RECORDS, TASK_BYTES = 200_000, 8 << 20
 """The most records of a fold that a task has in memory, and the most bytes of its files."""
 
 
@@ -106,7 +106,6 @@ def fold_state(spark: SparkSession, before: StagingState | None) -> None:
 
 def fold(spark: SparkSession, state: StagingState) -> int:
     """Fold what is due, in one commit; the number of files that it replaced. CommitConflict if another writer was first."""
-
     uri, folder = state.table.uri, f"compact-{uuid.uuid4().hex}"
     reader = StateReader(spark, uri)
     folds: list[_Fold] = []
