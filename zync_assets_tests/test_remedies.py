@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sqlite3
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,8 @@ from zync_assets.lake.staging import open_staging
 from zync_assets.local import services as local_services
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
+from zync_assets_tests.etl.test_streams import SHOP
+from zync_assets_tests.etl.test_streams import send as send_changes
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 
 if TYPE_CHECKING:
@@ -184,6 +186,11 @@ def test_each_printed_command_does_what_its_message_says(
     views(shop)
     sinks(shop, tmp_path)
     shop.zync("check")
+    for number, (text, situation) in enumerate(OTHERS.items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        shop.it = mini(services, spark, folder, f"{unique}.{number}", text)
+        situation(shop)
     assert shop.pasted == {place for place, maker, _ in made() if maker == "pipeline"}
 
 
@@ -309,7 +316,9 @@ def views(shop: Shop) -> None:
     it.edited(TWO_POOLS + VIEW)
     shop.paste(shop.zync("etl", code=1))
     it.edited(TWO_POOLS + VIEW.replace("v: r.v", "v: upper(r.v)"))
-    shop.paste(shop.zync("etl", code=1))
+    said = shop.zync("etl", code=1)
+    shop.paste(shop.zync("trace", f"{it.out}.rows", "0"))
+    shop.paste(said)
     shop.zync("etl")
     shop.zync("check", "--state")
     change_a_row_of_state(Path(it.lake, "Views"))
@@ -317,9 +326,83 @@ def views(shop: Shop) -> None:
     shop.zync("check", "--state")
 
 
+def a_rule_that_moved_to_another_pool(shop: Shop) -> None:
+    it = shop.it
+    it.send(it.right, row(1, "waits"))
+    shop.zync("from-kafka")
+    shop.zync("etl")
+    moved = JOIN.replace("name: join", "name: moved\n    was: join").replace("out: $out\n", "out: $out.rows\n")
+    it.edited(TWO_POOLS.replace(JOIN, moved) + COPY.replace("$out.rows", "$out"))
+    shop.paste(shop.zync("etl", code=1))
+    shop.zync("etl")
+
+
+def a_rebuild_without_raw_records(shop: Shop) -> None:
+    it = shop.it
+    for number in (1, 2):
+        # The records of the test are old: retention removes them once they are transformed.
+        it.send(it.left, row(number, "l"))
+        it.send(it.right, row(number, "r"))
+        shop.zync("from-kafka")
+        shop.zync("etl")
+    shop.paste(shop.zync("rebuild", "--topic", it.out, code=1))
+
+
+def a_late_record(shop: Shop) -> None:
+    it = shop.it
+    send_changes(it, ("left", "c", 1, "a"))
+    send_changes(it, ("right", "c", 1, "new"), lsn=300)
+    for lsn in (200, None):
+        shop.zync("from-kafka")
+        shop.zync("etl")
+        if lsn is not None:
+            send_changes(it, ("left", "u", 1, "b"), lsn=lsn)
+    said = shop.zync("check", "--format", "json")
+    assert "source_order" in said
+    shop.paste(said)
+
+
+def an_index_without_its_rows(shop: Shop) -> None:
+    it = shop.it
+    it.send(it.left, row(1, "a"))
+    it.send(it.right, row(2, "a"))
+    shop.zync("from-kafka")
+    shop.zync("etl")
+    file = next(Path(it.lake, "Staging").glob("*/state-*/**/index-*/*.parquet"))
+    table = pq.read_table(file, partitioning=None)
+    (name,) = (name for name in table.column_names if name.startswith("state-row:"))
+    field = table.schema.field(name)
+    changed = pa.array([{"v": "another text"}] * len(table), field.type)
+    pq.write_table(table.set_column(table.column_names.index(name), field, changed), file)
+    shop.paste(shop.zync("check", "--state", code=1))
+    shop.zync("check", "--state")
+
+
+JOINED = """
+transforms:
+  - name: pairs
+    type: view
+    tables:
+      l: {topic: $left, key: {id: value.id}, row: value}
+      r: {topic: $right, key: {id: value.id}, row: value}
+    from: l JOIN r ON l.v = r.v
+    key: {l: l.id, r: r.id}
+    value: {v: l.v}
+    out: $out
+"""
+OTHERS: dict[str, Callable[[Shop], None]] = {
+    TWO_POOLS + COPY: a_rule_that_moved_to_another_pool,
+    BOTH.replace("pool: Raw,", "pool: Raw, retention: 30d,") + JOIN: a_rebuild_without_raw_records,
+    SHOP: a_late_record,
+    BOTH.replace("key-format: string, value-format: json, create", "key-format: json, value-format: json, create")
+    + JOINED: an_index_without_its_rows,
+}
+"""The text of a further pipeline → the situation in which it prints a command."""
+
+
 def change_a_row_of_state(staging: Path) -> None:
     """Another program changes a row of the state, and the table's log does not show it."""
-    file = next(staging.glob("batch-*/state-*/gone=0/*.parquet"))
+    file = max(staging.glob("*/state-*/**/*.parquet"), key=lambda item: item.stat().st_mtime)
     table = pq.read_table(file, partitioning=None)
     (name,) = (name for name in table.column_names if name.startswith("state-row:"))
     rows = table[name].to_pylist()
@@ -336,5 +419,9 @@ def sinks(shop: Shop, folder: Path) -> None:
     with closing(sqlite3.connect(file)) as target, target:
         target.execute("UPDATE zync_positions SET next = 1000000")
     shop.paste(shop.zync("sink", code=1))
+    with closing(sqlite3.connect(file)) as target, target:
+        target.execute("DROP TABLE zync_positions")
+    shop.paste(shop.zync("sink", code=1))
+    shop.zync("sink")
     with closing(sqlite3.connect(file)) as target:
         assert target.execute("SELECT count(*) FROM rows").fetchone() == (len(it.raw(it.right)),)
