@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -185,13 +186,23 @@ def ran(services: Services, cluster: Standalone, tmp_path_factory: pytest.TempPa
         command = ["-m", "zync_assets_tests.counting_driver", str(folder / "rows.json"), str(SCALE), *steps.split()]
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        (log,) = (folder / "events").iterdir()
+        log = _event_log(folder / "events")
         rows: dict[str, int] = json.loads((folder / "rows.json").read_text())
         names = {"left": left, "right": right}
         ingested = {name: [item.records for item in _files(loaded.lake, topic)] for name, topic in names.items()}
         return Ran(stages_of(log), rows, ingested, _staged(loaded.lake))
 
     return run
+
+
+def _event_log(folder: Path) -> Path:
+    """The log of Spark's events. The JVM completes the log when the command has ended."""
+    deadline = time.monotonic() + 30
+    while not (found := [item for item in folder.iterdir() if item.suffix != ".inprogress"]):
+        assert time.monotonic() < deadline, list(folder.iterdir())
+        time.sleep(0.1)
+    (log,) = found
+    return log
 
 
 def _fill(pipeline: Pipeline, topic: str) -> None:

@@ -189,8 +189,10 @@ def test_the_chain_is_as_in_a_local_session_and_each_command_finds_the_server(
 
 
 def family(server: Server) -> list[psutil.Process]:
+    """The processes of a server. A worker that has ended, and whose parent has not noticed, has no command line."""
     process = psutil.Process(server.pid)
-    return [process, *process.children(recursive=True)]
+    every = [process, *process.children(recursive=True)]
+    return [each for each in every if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
 REFUSED = """
