@@ -28,7 +28,7 @@ SMALL_BYTES = 5 << 20
 """An object below this size is merged with the records that follow it."""
 
 GROUP_ROWS = 50_000
-"""Rows of a Parquet row group. It is fixed, so that the same records make the same bytes."""
+"""Rows of a Parquet row group. The number is fixed, so that the same records make the same bytes."""
 
 
 def write_object(archive: str, path: str, parts: Sequence[str]) -> None:

@@ -191,7 +191,7 @@ def with_patterns(file: YamlTable) -> YamlTable:
 
 
 def _rules_of_inputs(table: YamlTable, topics: Sequence[str], made: dict[str, list[str]]) -> Iterator[YamlTable]:
-    """The rules of a mapping; ``made``: topic as an output writes it → the topics that it stands for."""
+    """The rules of a mapping. ``made``: an output's topic as the file has it → the topics of the rules for its inputs."""
     node = _node(table, "in")
     found = [
         topic for topic in topics if isinstance(node, Scalar) and "*" in node.text and fnmatchcase(topic, node.text)

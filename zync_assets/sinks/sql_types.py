@@ -260,8 +260,12 @@ def sql_text(kind: SqlType, connection: sa.Connection) -> str:
 
 
 def ddl_text(ddl: sa.schema.ExecutableDDLElement, connection: sa.Connection) -> str:
-    """A statement as a user runs it. SQLAlchemy doubles percent signs where a driver's parameters have them."""
-    text = str(ddl.compile(connection)).strip()
+    """A statement as a user runs it."""
+    return with_single_percents(str(ddl.compile(connection)).strip(), connection)
+
+
+def with_single_percents(text: str, connection: sa.Connection) -> str:
+    """SQL of SQLAlchemy as a user runs it. SQLAlchemy doubles percent signs where a driver's parameters have them."""
     return text.replace("%%", "%") if connection.dialect.paramstyle in ("format", "pyformat") else text
 
 
@@ -295,7 +299,5 @@ def missing_key(connection: Connection, table: sa.Table, key: Sequence[str]) -> 
         return None
     quote = connection.dialect.identifier_preparer
     quoted = ", ".join(quote.quote(name) for name in key)
-    return (
-        f"no primary key or unique constraint is on ({', '.join(key)}); run:"
-        f" ALTER TABLE {quote.format_table(table)} ADD PRIMARY KEY ({quoted})".replace("%%", "%")
-    )
+    ddl = with_single_percents(f"ALTER TABLE {quote.format_table(table)} ADD PRIMARY KEY ({quoted})", connection)
+    return f"no primary key or unique constraint is on ({', '.join(key)}); run: {ddl}"

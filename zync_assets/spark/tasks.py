@@ -124,13 +124,13 @@ _thread = local()
 def side_by_side(
     spark: SparkSession, works: Sequence[Callable[[], T]], offsets: int = SMALL_OFFSETS
 ) -> Iterator[Future[T]]:
-    """Run ``works`` at the same time, each in a thread; what became of them, in their order, each once it has ended.
+    """Run ``works`` at the same time, each in a thread. Yields the future of each work in their order, once the work has ended.
 
     ``offsets``: the most new offsets of a work. The less they are, the more works a Spark task does at a time.
 
-    Their calls of ``run_tasks`` share Spark jobs, which the calling thread runs. The failure of a whole job, such as the end of a
-    worker process, is a SparkLost for every work that has tasks in it: it may pass when the work runs alone. Where the caller
-    stops, or is interrupted, a work that waits for its tasks ends, and this waits for the others up to their next ``run_tasks``.
+    Their calls of ``run_tasks`` share Spark jobs, which the calling thread runs. A whole job fails if, for example, its worker
+    process ends. Each work with tasks in the job then raises SparkLost: the work may succeed when it runs alone. If the caller
+    stops or is interrupted, works that wait for tasks end. The function waits for each other work up to its next ``run_tasks``.
     """
     shared = _SharedJobs(len(works))
     together = min(_TASK_THREADS, max(1, _TASK_OFFSETS // max(1, offsets)))

@@ -314,27 +314,10 @@ class KeyWriter:
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """A row with the pickled log entry of the file."""
         tune_worker()
-        path = f"{self.folder}/part-{uuid.uuid4().hex}.parquet"
-        uri = storage.join(self.uri, path)
-        system, full = storage.filesystem(uri)
-        writer: pq.ParquetWriter | None = None
-        records, bounds = 0, list[tuple[int, int, int, int]]()
-        with storage.access_errors(uri, "can't be written"):
-            for table in _groups(self._versions(rows) for rows in _keys(_gathered(batches))):
-                if writer is None:
-                    system.create_dir(full.rsplit("/", 1)[0], recursive=True)
-                    writer = versions_writer(full, system, table.schema)
-                writer.write_table(table)
-                records += len(table)
-                bounds.append(place_bounds(table[ORDER].combine_chunks()))
-            if writer is None:
-                return
-            writer.close()
-            low, high = (min(each[:2] for each in bounds), max(each[2:] for each in bounds))
-            least, most = (low[0], min(each[1] for each in bounds)), (high[0], max(each[3] for each in bounds))
-            size = storage.file_size(uri)
-        entry = DataFile(path, size, records, group=self.group, min_order=least, max_order=most)
-        yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(entry)], pa.binary())], ["found"])
+        tables = _groups(self._versions(rows) for rows in _keys(_gathered(batches)))
+        entry = write_versions(self.uri, self.folder, self.group, tables)
+        if entry is not None:
+            yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(entry)], pa.binary())], ["found"])
 
     def _versions(self, keys: tuple[pa.RecordBatch, pa.ListArray]) -> pa.RecordBatch:
         """Last records as versions, with the columns of the file."""
@@ -346,6 +329,33 @@ class KeyWriter:
         types = [self.schema.field(name).type for name in names]
         arrays = [one if one.type.equals(kind) else one.cast(kind) for one, kind in zip(made, types, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, names)
+
+
+def write_versions(uri: str, folder: str, group: str, tables: Iterable[pa.Table]) -> DataFile | None:
+    """Write a file of versions: each table is a row group. Returns its log entry; None, and no file, without a table.
+
+    The rows are sorted by place. ``uri``: of the staging table; ``folder``: below it; ``group``: of the file.
+    """
+    path = f"{folder}/part-{uuid.uuid4().hex}.parquet"
+    place = storage.join(uri, path)
+    system, full = storage.filesystem(place)
+    writer: pq.ParquetWriter | None = None
+    records, bounds = 0, list[tuple[int, int, int, int]]()
+    with storage.access_errors(place, "can't be written"):
+        for table in tables:
+            if writer is None:
+                system.create_dir(full.rsplit("/", 1)[0], recursive=True)
+                writer = _writer(full, system, table.schema)
+            writer.write_table(table)
+            records += len(table)
+            bounds.append(_place_bounds(table[ORDER].combine_chunks()))
+        if writer is None:
+            return None
+        writer.close()
+        size = storage.file_size(place)
+    low, high = (min(each[:2] for each in bounds), max(each[2:] for each in bounds))
+    least, most = (low[0], min(each[1] for each in bounds)), (high[0], max(each[3] for each in bounds))
+    return DataFile(path, size, records, group=group, min_order=least, max_order=most)
 
 
 def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -404,14 +414,13 @@ def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
         yield pa.Table.from_batches(held)
 
 
-def place_bounds(order: pa.StructArray) -> tuple[int, int, int, int]:
+def _place_bounds(order: pa.StructArray) -> tuple[int, int, int, int]:
     """The least high and low, and the greatest high and low."""
     high, low = (part.to_numpy() for part in order.flatten())
     return int(high.min()), int(low.min()), int(high.max()), int(low.max())
 
 
-def versions_writer(path: str, system: Any, schema: pa.Schema) -> pq.ParquetWriter:
-    """A writer of a file of versions, which are sorted by place."""
+def _writer(path: str, system: Any, schema: pa.Schema) -> pq.ParquetWriter:
     numbers = [f"{ORDER}.high", f"{ORDER}.low"]
     numbers += [f"{VERSION}.{name}" for name in ("partition", "offset", "high", "low", "offsets.list.element")]
     texts = list(_texts(schema))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,11 +28,10 @@ from zync_assets.crashes import crash_point
 from zync_assets.etl.views.state import (
     StateFiles,
     StateReader,
-    place_bounds,
     state_files,
-    versions_writer,
     without_versions,
     write_state,
+    write_versions,
 )
 from zync_assets.etl.views.state_index import index_columns, indexed_columns, indexes_of, write_index
 from zync_assets.etl.views.tables import VERSION, TableType, place_sql, stored_tables, stored_type
@@ -119,10 +118,9 @@ def fold(spark: SparkSession, state: StagingState) -> int:
         return 0
     added: list[DataFile] = []
     try:
-        small = [_SmallFold.of(each) for each in folds if each.is_small]
-        made = dict(
-            zip((each.folder for each in small), run_tasks(spark, len(small), lambda at: small[at].run()), strict=True)
-        )
+        small = [each for each in folds if each.is_small]
+        by_arrow = run_tasks(spark, len(small), lambda at: small[at].by_arrow())
+        made = {each.folder: found for each, found in zip(small, by_arrow, strict=True)}
         for each in folds:
             found = made.get(each.folder) or each.by_spark(reader)
             columns = indexed_columns(each.kind, index_columns(each.files))
@@ -155,6 +153,7 @@ class _Fold:
         return _records(self.due.rows) <= TASK_RECORDS and sum(item.size for item in self.due.rows) <= TASK_BYTES
 
     def by_spark(self, reader: StateReader) -> StateFiles:
+        """The fold by Spark's queries: the new files."""
         from pyspark.sql import functions as F
 
         frame = folded(reader, self.kind, self.due, deleted=self.deleted)
@@ -163,38 +162,20 @@ class _Fold:
             frame = frame.repartitionByRange(parts, "gone", F.expr(place_sql("key", self.kind.state_key)))
         return write_state(frame, self.kind, self.uri, self.folder, small=parts == 1)
 
-
-@dataclass(frozen=True)
-class _SmallFold:
-    """A fold by one Spark task, with Arrow. ``schema``: of the files; ``row``: the column of rows; ``groups``: of the files of
-    versions, and of replaced versions."""
-
-    uri: str
-    folder: str
-    schema: pa.Schema
-    row: str
-    groups: tuple[str, str]
-    due: StateFiles = field(repr=False)
-    deleted: bool
-
-    @staticmethod
-    def of(fold: _Fold) -> _SmallFold:
-        table = fold.kind.table
-        groups = table.versions, table.replaced
-        return _SmallFold(fold.uri, fold.folder, fold.kind.schema, table.row_column, groups, fold.due, fold.deleted)
-
-    def run(self) -> StateFiles | None:
-        """The new files; None if a file has not the types of the table."""
+    def by_arrow(self) -> StateFiles | None:
+        """The fold in a Spark task: the new files; None if a file has not the types of the table."""
         versions, replaced = self._read(self.due.versions), self._read(self.due.replaced)
         if versions is None or replaced is None:
             return None
+        table = self.kind.table
         live = versions.filter(pa.array(~_is_in(versions, replaced)))
-        live = live if self.deleted else live.filter(pc.is_valid(live[self.row]))
+        live = live if self.deleted else live.filter(pc.is_valid(live[table.row_column]))
         gone = replaced.filter(pa.array(~_is_in(replaced, versions)))
-        return StateFiles(*(self._written(at, rows) for at, rows in enumerate((live, gone))))
+        return StateFiles(self._written(0, table.versions, live), self._written(1, table.replaced, gone))
 
     def _read(self, files: Iterable[DataFile]) -> pa.Table | None:
-        found = [self.schema.empty_table()]
+        schema = self.kind.schema
+        found = [schema.empty_table()]
         for item in files:
             place = storage.join(self.uri, item.path)
             system, path = storage.filesystem(place)
@@ -204,28 +185,17 @@ class _SmallFold:
                 pq.ParquetFile(path, filesystem=system, coerce_int96_timestamp_unit="us") as file,
             ):
                 rows = file.read()
-            if not _has_types(rows.schema, self.schema):
+            if not _has_types(rows.schema, schema):
                 return None
-            columns = [_cast(rows[each.name], each.type) for each in self.schema]
-            found.append(pa.Table.from_arrays(columns, schema=self.schema))
+            columns = [_cast(rows[each.name], each.type) for each in schema]
+            found.append(pa.Table.from_arrays(columns, schema=schema))
         return pa.concat_tables(found).combine_chunks()
 
-    def _written(self, at: int, rows: pa.Table) -> list[DataFile]:
-        if not rows.num_rows:
-            return []
-        path = f"{self.folder}/gone={at}/part-{uuid.uuid4().hex}.parquet"
-        uri = storage.join(self.uri, path)
+    def _written(self, at: int, group: str, rows: pa.Table) -> list[DataFile]:
         high, low = (pc.struct_field(rows[ORDER], [part]) for part in (0, 1))
         order = pc.sort_indices(pa.table({"high": high, "low": low}), [("high", "ascending"), ("low", "ascending")])
-        rows = rows.take(order)
-        system, full = storage.filesystem(uri)
-        with storage.access_errors(uri, "can't be written"):
-            system.create_dir(full.rsplit("/", 1)[0], recursive=True)
-            with versions_writer(full, system, self.schema) as writer:
-                writer.write_table(rows)
-        bounds = place_bounds(rows[ORDER].combine_chunks())
-        size = storage.file_size(uri)
-        return [DataFile(path, size, len(rows), group=self.groups[at], min_order=bounds[:2], max_order=bounds[2:])]
+        entry = write_versions(self.uri, f"{self.folder}/gone={at}", group, [rows.take(order)] if len(rows) else [])
+        return [] if entry is None else [entry]
 
 
 def _has_types(own: pa.Schema, wanted: pa.Schema) -> bool:

@@ -126,10 +126,8 @@ def test_arrow_folds_as_spark_does(spark: SparkSession, tmp_path: Path, deleted:
     writes = [
         # Version 9 of key 3, of an older file that is not folded, is replaced.
         [
-            *(
-                version_row(key, key, {**ROW, "at": TIMES[key].replace(tzinfo=UTC), "local": TIMES[key]})
-                for key in range(4)
-            )
+            version_row(key, key, {**ROW, "at": time.replace(tzinfo=UTC), "local": time})
+            for key, time in enumerate(TIMES)
         ],
         [version_row(1, 11, None), version_row(1, 1, ROW, 1), version_row(3, 9, ROW, 1)],
         [version_row(5, 21, dict.fromkeys(TYPES)), version_row(2, 22, ROW), version_row(2, 2, ROW, 1)],
@@ -140,8 +138,8 @@ def test_arrow_folds_as_spark_does(spark: SparkSession, tmp_path: Path, deleted:
         frame = spark.createDataFrame(pa.Table.from_pylist(rows, schema))
         due += write_state(frame, kind, str(tmp_path), f"batch-{at}/state-0", small=True)
     fold = state_fold._Fold(str(tmp_path), "fold", kind, due, due, deleted)
-    by_spark, small = fold.by_spark(reader), state_fold._SmallFold.of(replace(fold, folder="small"))
-    [by_arrow] = run_tasks(spark, 1, lambda _: small.run())
+    by_spark, small = fold.by_spark(reader), replace(fold, folder="small")
+    [by_arrow] = run_tasks(spark, 1, lambda _: small.by_arrow())
     assert by_arrow is not None
     for theirs, mine in ((by_spark.versions, by_arrow.versions), (by_spark.replaced, by_arrow.replaced)):
         assert [(item.records, item.group, item.min_order, item.max_order) for item in mine] == [
@@ -153,4 +151,4 @@ def test_arrow_folds_as_spark_does(spark: SparkSession, tmp_path: Path, deleted:
         assert places[0] == places[1] == sorted(places[0], key=lambda place: (place["high"], place["low"]))
     # Spark reads the files of before a column was widened.
     wider = kind.schema.set(3, pa.field(table.row_column, pa.struct([*row, ("more", pa.int32())])))
-    assert replace(small, schema=wider).run() is None
+    assert replace(small, kind=replace(kind, schema=wider)).by_arrow() is None
