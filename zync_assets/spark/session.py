@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _JUNK = b"WARNING: Using incubator modules"
 """How the line begins that Java prints about a module which Spark asks for. No option of Java's turns it off."""
+_LAST = b"\0the end of the output of Spark's JVM\n"
+"""Ends the copy of the JVM's output. Java prints no such line."""
 
 
 _COMPILER = "spark.sql.codegen.wholeStage"
@@ -143,21 +145,32 @@ def _variables(values: Mapping[str, str]) -> Generator[None]:
 
 @contextmanager
 def _filtered_output() -> Generator[int]:
-    """A file descriptor for the output of a process that is started within. A thread copies the process's lines to this
-    process's stderr, but for _JUNK, until the process ends."""
+    """A file descriptor for the output of a process that is started within.
+
+    A thread copies the process's lines to this process's stderr, but for _JUNK. This process ends after the copy of all
+    lines that were written before: Java's last words may be the cause of the end.
+    """
     source, sink = os.pipe()
-    threading.Thread(target=_copy, args=(source,), name="output of Spark's JVM", daemon=True).start()
-    try:
-        yield sink
-    finally:
-        os.close(sink)
+    copier = threading.Thread(target=_copy, args=(source,), name="output of Spark's JVM", daemon=True)
+    copier.start()
+    atexit.register(_end_copy, sink, copier)
+    yield sink
 
 
 def _copy(source: int) -> None:
     with open(source, "rb", buffering=0) as lines, suppress(OSError):
         for line in lines:
-            if not line.startswith(_JUNK):
-                os.write(2, line)
+            words, end, _ = line.partition(_LAST)
+            if not words.startswith(_JUNK):
+                os.write(2, words)
+            if end:
+                return
+
+
+def _end_copy(sink: int, copier: threading.Thread) -> None:
+    with suppress(OSError):
+        os.write(sink, _LAST)
+    copier.join()
 
 
 ANSWER_SECONDS = 10.0

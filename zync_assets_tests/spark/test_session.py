@@ -32,8 +32,11 @@ import sys
 from zync_assets.spark.session import spark_session
 spark = spark_session({"master": "local[1]"})
 print(spark.sparkContext._gateway.proc.pid, flush=True)
-spark._jvm.System.out.println("a word of Java's")
 sys.stdin.read()
+for number in range(200):
+    spark._jvm.System.out.println(f"Java's line {number}")
+spark._jvm.System.out.print("Java's last word")
+spark._jvm.System.out.flush()
 """
 
 
@@ -46,4 +49,5 @@ def test_who_reads_the_output_of_a_process_does_not_wait_for_its_jvm() -> None:
         outputs = [Path(f"/proc/{pid}/fd/1").readlink() for pid in (process.pid, java)]
         rest, errors = process.communicate("")
     assert outputs[0] != outputs[1]
-    assert (rest, "a word of Java's" in errors) == ("", True)
+    words = [line for line in errors.splitlines() if line.startswith("Java's ")]
+    assert (rest, words) == ("", [*(f"Java's line {number}" for number in range(200)), "Java's last word"])
