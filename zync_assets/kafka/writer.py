@@ -303,10 +303,14 @@ class InOrder:
 
     def confirm(self, report: Report) -> bool:
         """Note the report on the oldest records that wait for one. False if it, or an earlier one, was an error."""
-        if self._error is not None or self._mismatch is not None:
+        if self._mismatch is not None:
             return False
         if report.error is not None:
-            self._error = report.error
+            # The broker's refusal is the cause, also after reports on records that librdkafka dropped because of it.
+            if self._error is None or (_is_of_broker(report.error) and not _is_of_broker(self._error)):
+                self._error = report.error
+            return False
+        if self._error is not None:
             return False
         end = self.confirmed + report.count
         # If the broker's first answer was lost, the broker answers the retry without an offset. The next report's offset, or

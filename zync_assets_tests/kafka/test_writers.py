@@ -90,7 +90,8 @@ def test_an_error_names_the_partition_whose_record_the_broker_refused(
     first."""
     local, refusal = ClientError(ClientError._GAPLESS_GUARANTEE), ClientError(ClientError.INVALID_RECORD)
     end = [KafkaException(ClientError(ClientError._FATAL))] if ends else []
-    answers = iter([*end, [Report(2, 1, local, None)], [], [Report(1, 1, refusal, None)]])
+    dropped = [Report(2, 1, local, None), Report(1, 1, local, None)]
+    answers = iter([*end, dropped, [], [Report(1, 1, refusal, None)]])
 
     def reports(*_: float) -> list[Report]:
         answer = next(answers)
