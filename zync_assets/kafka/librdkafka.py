@@ -103,6 +103,8 @@ _FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
     # Writing
     "rd_kafka_topic_new": (_POINTER, [_POINTER, _TEXT, _POINTER]),
     "rd_kafka_topic_destroy": (None, [_POINTER]),
+    "rd_kafka_metadata": (_INT, [_POINTER, _INT, _POINTER, ctypes.POINTER(_POINTER), _INT]),
+    "rd_kafka_metadata_destroy": (None, [_POINTER]),
     "rd_kafka_produce_batch": (_INT, [_POINTER, _INT32, _INT, _POINTER, _INT]),
     "rd_kafka_produceva": (_POINTER, [_POINTER, _POINTER, _SIZE]),
     "rd_kafka_error_code": (_INT, [_POINTER]),

@@ -206,6 +206,9 @@ def _text(names: pa.Array) -> pa.Array:
         return pa.array([name.decode(errors="replace") for name in names.to_pylist()], pa.string())
 
 
+_METADATA_MS = 1_000
+"""The longest wait for a broker before the first record is handed over."""
+
 _COPY = 0x2
 """RD_KAFKA_MSG_F_COPY: librdkafka copies the value; it always copies the key."""
 _QUEUE, _IN_FLIGHT = 0x1, 0x2
@@ -246,6 +249,21 @@ class Handover(Client):
         self._topic = 0
         super().__init__("producer", properties)
         self._topic = self.library.rd_kafka_topic_new(self.handle, topic.encode(), None)
+        self._get_producer_id()
+
+    def _get_producer_id(self) -> None:
+        """Let librdkafka ask for the producer's id now.
+
+        An idempotent producer asks when it gets metadata over an open connection, and else every half second. The first
+        metadata may come over the connection to a bootstrap server, which librdkafka closes then. The second come over the
+        connection to a broker. Without a broker, a later call raises the error.
+        """
+        for _ in range(2):
+            metadata = ctypes.c_void_p()
+            answer = ctypes.byref(metadata)
+            if self.library.rd_kafka_metadata(self.handle, 0, self._topic, answer, _METADATA_MS):
+                return
+            self.library.rd_kafka_metadata_destroy(metadata)
 
     def hand_over(self, partition: int, records: pa.RecordBatch) -> KafkaError | None:
         """Queue the records (columns ``key`` and ``value``, binary, and perhaps ``headers``) in order; the error of the first

@@ -114,7 +114,7 @@ THREADS = 64
 """Works that ``side_by_side`` has under way at once. Most of them wait for the same Spark job."""
 _TASK_THREADS, _TASK_OFFSETS = 32, 8 * SMALL_OFFSETS
 """Works of one Spark task at a time, and their offsets, whose records a task holds in memory. A small work waits for the broker
-most of the time: librdkafka asks for an idempotent producer's id half a second after the producer was created."""
+most of the time."""
 _GATHERING_SECONDS = 0.1
 """How long a work waits at the most for others to join its Spark job, while no other job runs."""
 _thread = local()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import os
 import subprocess
 import sys
@@ -60,6 +61,18 @@ def test_records_pass_by_the_thousand_and_many_by_compiled_code(
     assert sum(map(len, read_range(kafka, topic, 0, 0, 20_000))) == 20_000
     assert "compiled" in calls and "plain" not in calls
     assert calls.count("rd_kafka_consume_batch_queue") < 2_000
+
+
+def test_a_producer_asks_for_its_id_before_the_first_record(kafka: dict[str, str], topic: str) -> None:
+    """librdkafka by itself would ask half a second later."""
+    lines: list[str] = []
+    properties = {**Connection(kafka, {}).properties, "enable.idempotence": True, "debug": "eos"}
+    properties["logger"] = logging.Logger("eos")
+    properties["logger"].addFilter(lambda record: lines.append(record.getMessage()) is not None)
+    producer = zero_copy.Handover(properties, topic)
+    producer.poll(0)
+    producer.close()
+    assert any("Acquiring ProducerId" in line for line in lines), lines
 
 
 def test_bytes_near_and_far_and_in_any_order_are_gathered_alike() -> None:
