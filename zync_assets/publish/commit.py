@@ -45,7 +45,6 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.publish.encoding import (
-    BATCH_RECORDS,
     StagedTopic,
     alike_ids,
     encoded_rows,
@@ -354,9 +353,6 @@ def _windows_of_parts(
 ) -> Iterator[dict[int, list[pa.RecordBatch]]]:
     """A window of each partition at a time; together they have the records and bytes of one window."""
     records, size = target.window_records // len(parts), target.window_bytes // len(parts)
-    if records > BATCH_RECORDS:
-        # Whole batches: the records behind the window's end would be encoded before the window is sent.
-        records -= records % BATCH_RECORDS
     each = [windows(encoded_rows(target.outputs, part, schemas), max(1, records), max(1, size)) for part in parts]
     for found in zip_longest(*each):
         yield {part.partition: window for part, window in zip(parts, found, strict=True) if window is not None}
@@ -379,10 +375,16 @@ def _refuse_second_attempt(topic: str) -> None:
 
 
 def windows(batches: Iterable[pa.RecordBatch], records: int, size: int) -> Iterator[list[pa.RecordBatch]]:
-    """``batches`` in lists of ``records`` records, fewer where they have ``size`` bytes before that, and at the end."""
+    """``batches`` in lists of up to ``records`` records, fewer where they have ``size`` bytes before that.
+
+    Only a batch that is larger than a window is divided: the rest of a divided batch would be encoded before the window is sent.
+    """
     window: list[pa.RecordBatch] = []
     free_records, free_bytes = records, size
     for batch in batches:
+        if window and len(batch) > free_records:
+            yield window
+            window, free_records, free_bytes = [], records, size
         at = 0
         while at < len(batch):
             piece = batch.slice(at, free_records)
