@@ -94,8 +94,9 @@ ALIASES: Mapping[str, str] = {
 _METADATA = "sasl.oauthbearer.metadata.authentication.type"
 
 RECONNECT: Mapping[str, str] = {
+    # librdkafka waits half of this time between the connections to a bootstrap server and to a broker.
+    "reconnect.backoff.ms": "20",
     # librdkafka waits up to 10 s before it tries again; a sensor asks every 5 s.
-    "reconnect.backoff.ms": "100",
     "reconnect.backoff.max.ms": "1000",
     # Of several brokers, the one that takes a connection and says nothing is left after this time and not after 10 s.
     "api.version.request.timeout.ms": "3000",
