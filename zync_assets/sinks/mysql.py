@@ -34,7 +34,7 @@ from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import BOOK, DIGITS, SqlType
+from zync_assets.sinks.sql_types import BOOK, DIGITS, SqlType, with_single_percents
 from zync_assets.sinks.sql_types import holds as standard_holds
 from zync_assets.sinks.target import LOCAL_HOSTS, Column, Merge, Place, TableSpec, load_names
 
@@ -128,7 +128,8 @@ class MysqlTarget(SqlTarget):
                 name, _, host = connection.execute(sa.select(sa.func.current_user())).scalar_one().rpartition("@")
                 user = f"'{name}'@'{host}'"
             quote = mysql.dialect().identifier_preparer.quote_identifier
-            cure = f"Run:\nGRANT {_RIGHTS} ON {quote(self.engine().url.database or '')}.* TO {user};"
+            database = with_single_percents(quote(self.engine().url.database or ""), mysql.dialect())
+            cure = f"Run:\nGRANT {_RIGHTS} ON {database}.* TO {user};"
         elif code in _LOGIN:
             cure = "Correct the url." if code == _WRONG_PASSWORD else "Correct the url, or create the database."
         return made if cure is None else type(made)(f"{str(made).rstrip('.')}. {cure}")

@@ -38,7 +38,15 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.pipeline import Evolve
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import POSITIONS, QUARANTINE, SqlType, is_exact, on_conflict, standard_type
+from zync_assets.sinks.sql_types import (
+    POSITIONS,
+    QUARANTINE,
+    SqlType,
+    is_exact,
+    on_conflict,
+    standard_type,
+    with_single_percents,
+)
 from zync_assets.sinks.target import Column, LoadTable, Merge, Place, TableSpec, counted, load_names, named
 
 OPTIONS = {"connect_timeout": "10", "options": "-c timezone=UTC", "application_name": "zync"}
@@ -279,8 +287,10 @@ def _login_cure(error: exc.DBAPIError, url: sa.URL) -> str | None:
         return None
     text = str(error.orig)
     if "permission denied for database" in text:
-        quote = dialect().identifier_preparer.quote
-        return f"Run:\nGRANT CONNECT ON DATABASE {quote(url.database or '')} TO {quote(url.username or '')};"
+        names = dialect()
+        quote = names.identifier_preparer.quote
+        grant = f"GRANT CONNECT ON DATABASE {quote(url.database or '')} TO {quote(url.username or '')};"
+        return f"Run:\n{with_single_percents(grant, names)}"
     return next((cure for words, cure in _LOGIN_ERRORS.items() if words in text), None)
 
 
@@ -328,7 +338,7 @@ def missing_rights(connection: Connection, table: str | None) -> str:
             lines.append(f"GRANT {', '.join(lacks)} ON {kind} {text} TO {quote(role)};")
     if not lines:
         return f"Only the owner may do so. Run what the table needs as its owner, or make {quote(role)} its owner."
-    return "Run:\n" + "\n".join(lines)
+    return "Run:\n" + with_single_percents("\n".join(lines), connection.dialect)
 
 
 def _identifier(schema: str | None, name: str) -> sql.Identifier:

@@ -261,12 +261,12 @@ def sql_text(kind: SqlType, connection: sa.Connection) -> str:
 
 def ddl_text(ddl: sa.schema.ExecutableDDLElement, connection: sa.Connection) -> str:
     """A statement as a user runs it."""
-    return with_single_percents(str(ddl.compile(connection)).strip(), connection)
+    return with_single_percents(str(ddl.compile(connection)).strip(), connection.dialect)
 
 
-def with_single_percents(text: str, connection: sa.Connection) -> str:
+def with_single_percents(text: str, dialect: sa.Dialect) -> str:
     """SQL of SQLAlchemy as a user runs it. SQLAlchemy doubles percent signs where a driver's parameters have them."""
-    return text.replace("%%", "%") if connection.dialect.paramstyle in ("format", "pyformat") else text
+    return text.replace("%%", "%") if dialect.paramstyle in ("format", "pyformat") else text
 
 
 def refuse_creation(connection: sa.Connection, name: str, table: sa.Table, *, create: bool) -> None:
@@ -299,5 +299,7 @@ def missing_key(connection: Connection, table: sa.Table, key: Sequence[str]) -> 
         return None
     quote = connection.dialect.identifier_preparer
     quoted = ", ".join(quote.quote(name) for name in key)
-    ddl = with_single_percents(f"ALTER TABLE {quote.format_table(table)} ADD PRIMARY KEY ({quoted})", connection)
+    ddl = with_single_percents(
+        f"ALTER TABLE {quote.format_table(table)} ADD PRIMARY KEY ({quoted})", connection.dialect
+    )
     return f"no primary key or unique constraint is on ({', '.join(key)}); run: {ddl}"

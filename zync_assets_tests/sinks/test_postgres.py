@@ -337,11 +337,11 @@ def test_a_role_that_lacks_a_right_is_told_the_grant_that_cures_it(
 
 
 def test_a_missing_schema_is_made_by_the_statements_of_the_errors(server: Postgres, database: str, role: str) -> None:
-    target, name = PostgresTarget(url(server, database, role)), "No such.rows"
+    target, name = PostgresTarget(url(server, database, role)), "No 5% such.rows"
     table = TableSpec(name, (Column("id", pa.int64()), Column("v", pa.string())), ("id",), "upsert")
     for message, cure in [
-        ("schema No such does not exist", 'CREATE SCHEMA "No such";'),
-        ("permission denied for schema No such", f'GRANT USAGE, CREATE ON SCHEMA "No such" TO "{role}";'),
+        ("schema No 5% such does not exist", 'CREATE SCHEMA "No 5% such";'),
+        ("permission denied for schema No 5% such", f'GRANT USAGE, CREATE ON SCHEMA "No 5% such" TO "{role}";'),
     ]:
         with pytest.raises(SinkError) as error:
             target.prepare(table, create=True, evolve="none")
@@ -350,7 +350,7 @@ def test_a_missing_schema_is_made_by_the_statements_of_the_errors(server: Postgr
         server.run(database, cure)
     target.prepare(table, create=True, evolve="none")
     apply(target, table, [one(1, {"v": "a"})])
-    assert server.run(database, 'SELECT * FROM "No such".rows') == [(1, "a")]
+    assert server.run(database, 'SELECT * FROM "No 5% such".rows') == [(1, "a")]
 
 
 def test_a_table_that_the_sink_may_not_make_is_made_by_the_statements_of_the_error(
@@ -366,7 +366,7 @@ def test_a_table_that_the_sink_may_not_make_is_made_by_the_statements_of_the_err
         server.run(database, statements if "TABLE" in first else statements.partition(";")[0])
     target.prepare(table, create=False, evolve="none")
     apply(target, table, [one(1, {"v": "a"})])
-    assert server.run(database, 'SELECT * FROM "No such".rows') == [(1, "a")]
+    assert server.run(database, 'SELECT * FROM "No 5% such".rows') == [(1, "a")]
 
 
 def test_a_change_that_only_an_owner_may_make_says_so(server: Postgres, database: str, role: str) -> None:
