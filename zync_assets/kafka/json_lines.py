@@ -346,7 +346,7 @@ def produce(
 
     count = 0
     try:
-        producer = Producer(connection.properties)
+        producer = connection.idempotent_producer(topic)
         for record in records:
             arguments: dict[str, Any] = {
                 "key": None if record.key is None else encode_key(record.key),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from confluent_kafka import KafkaError as ClientError
-from confluent_kafka import KafkaException, Message, Producer
+from confluent_kafka import KafkaException, Message
 
 from zync_assets.errors import ForeignRecord, RecordTooLarge
 from zync_assets.kafka.client import Connection
@@ -71,7 +71,7 @@ class TimedWriter:
         sizes = {"message.max.bytes": max(self._limit, 1000), "batch.size": max(min(self._limit, 1_000_000), 1)}
         self._connection = Connection(kafka, {**PROMISES, **sizes})
         try:
-            self._producer = Producer(self._connection.properties)
+            self._producer = self._connection.idempotent_producer(topic)
         except (KafkaException, ValueError) as error:
             raise self._connection.error(error, self._doing, topic, "Write") from None
 

@@ -22,6 +22,7 @@ from confluent_kafka import KafkaError, KafkaException, Message
 
 from zync_assets.codecs.arrays import list_of, numbers, pays, pc, validity_buffer
 from zync_assets.errors import KafkaError as ZyncKafkaError
+from zync_assets.kafka.client import METADATA_SECONDS
 from zync_assets.kafka.librdkafka import MESSAGE, Client
 
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
@@ -206,9 +207,6 @@ def _text(names: pa.Array) -> pa.Array:
         return pa.array([name.decode(errors="replace") for name in names.to_pylist()], pa.string())
 
 
-_METADATA_MS = 1_000
-"""The longest wait for a broker before the first record is handed over."""
-
 _COPY = 0x2
 """RD_KAFKA_MSG_F_COPY: librdkafka copies the value; it always copies the key."""
 _QUEUE, _IN_FLIGHT = 0x1, 0x2
@@ -261,7 +259,7 @@ class Handover(Client):
         for _ in range(2):
             metadata = ctypes.c_void_p()
             answer = ctypes.byref(metadata)
-            if self.library.rd_kafka_metadata(self.handle, 0, self._topic, answer, _METADATA_MS):
+            if self.library.rd_kafka_metadata(self.handle, 0, self._topic, answer, int(METADATA_SECONDS * 1000)):
                 return
             self.library.rd_kafka_metadata_destroy(metadata)
 
