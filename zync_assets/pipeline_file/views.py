@@ -220,6 +220,8 @@ def alias_problem(alias: str, others: Sequence[str]) -> str | None:
         return "is no alias; write letters, digits and `_`, such as o"
     if alias.lower() in (*RECORD_ROOTS, "in") or len(tokens := Spark().tokenize(alias)) != 1:
         return "is a word of its own in expressions; choose another alias, such as o"
+    if alias.lower().startswith("z_"):
+        return "begins with `z_`, as the project's own columns do; choose another alias, such as o"
     if tokens[0].token_type != TokenType.VAR:
         return "is a word of SQL; choose another alias, such as o"
     twins = [other for other in others if other.lower() == alias.lower()]

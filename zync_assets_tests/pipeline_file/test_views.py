@@ -182,6 +182,10 @@ def test_a_view_that_can_be_maintained_is_legal(changes: dict[str, str], tmp_pat
             "tables.value: is a word of its",
         ),
         (
+            {"tables": "{o: shop.orders, c: shop.customers, l: shop.lines, z_v: shop.lines}"},
+            "tables.z_v: begins with `z_`",
+        ),
+        (
             {"tables": "{o: shop.orders, c: shop.customers, l: shop.lines, left: shop.lines}"},
             "tables.left: is a word of SQL",
         ),

@@ -356,3 +356,12 @@ def _is_array_of_headers(kind: DataType) -> bool:
         return False
     fields = {item.name.lower(): item.dataType.simpleString() for item in kind.elementType}
     return fields.get("key") == "string" and fields.get("value") in ("string", "binary")
+
+
+def is_envelope(value: DataType) -> bool:
+    """Whether values are those of Debezium: a struct with ``op`` and a row ``after``."""
+    from pyspark.sql.types import StringType, StructType
+
+    if not isinstance(value, StructType) or not {"op", "after"} <= set(value.names):
+        return False
+    return isinstance(value["op"].dataType, StringType) and isinstance(value["after"].dataType, StructType)

@@ -7,11 +7,18 @@ this module, and need no SQL parser: the functions that show a view load the par
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
+from zync_assets.codecs.spark_types import parse_ddl, spark_type
+from zync_assets.errors import LakeError
 from zync_assets.etl.rules.kind import Kind
-from zync_assets.etl.rules.shapes import headers_sql
+from zync_assets.etl.rules.shapes import headers_sql, is_envelope
 from zync_assets.pipeline import Pipeline, Rule, Shape, View, ViewTable
 from zync_assets.spark.sql import leaves, name_sql, shape_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
 
 
 class ViewKind(Kind):
@@ -32,7 +39,8 @@ class ViewKind(Kind):
 def query_sql(rule: Rule, kind: ViewKind, pipeline: Pipeline) -> str:
     """A view's query as one SQL statement over the raw tables.
 
-    The row of a default table is ``value.after``. For records that are no envelopes of Debezium, it is ``value``.
+    The row of a default table is ``value.after``, also while its values have no type. For records that are no envelopes of
+    Debezium, it is ``value``.
     """
     from zync_assets.pipeline_file.view_expressions import grouped, has_aggregates, ordered
 
@@ -96,13 +104,29 @@ def _sorted(shape: Shape) -> Shape:
 
 def latest_sql(item: ViewTable, pipeline: Pipeline) -> str:
     """The latest rows of a table, each under the table's alias."""
-    row = item.row or "value.after"
-    deleted = item.deleted or ("value IS NULL" if item.row else "value IS NULL OR coalesce(value.op = 'd', false)")
+    value = _value_type(pipeline, item.topic)
+    envelope = value is None or is_envelope(value)
+    row = item.row or ("value.after" if envelope else "value")
+    deleted = item.deleted or ("value IS NULL OR coalesce(value.op = 'd', false)" if envelope else "value IS NULL")
     name = f"{pipeline.input(item.topic).pool}.{name_sql(item.topic)}"
     order = "struct(kafka.time, kafka.partition, kafka.offset)" if item.by_time else "kafka.offset"
     latest = f"max_by(CASE WHEN NOT coalesce({deleted}, false) THEN struct({row} AS row) END, {order}) AS latest"
     inner = f"SELECT {latest} FROM {name} GROUP BY {shape_sql(item.key)}"
     return f"SELECT latest.row AS {item.alias} FROM ({inner}) WHERE latest IS NOT NULL"
+
+
+def _value_type(pipeline: Pipeline, topic: str) -> DataType | None:
+    """The type of a topic's values in its raw table, else as the pipeline file declares it; None if it is not known."""
+    from zync_assets.lake.raw import open_raw
+
+    item = pipeline.input(topic)
+    state = None
+    # The query of a file can be shown where its lake can't be read.
+    with suppress(LakeError):
+        state = open_raw(pipeline.lake, item.pool, topic)
+    if state is not None and "value" in state.table.schema.names:
+        return spark_type(state.table.schema.field("value").type)
+    return None if item.value.ddl is None else spark_type(parse_ddl(item.value.ddl))
 
 
 def _spelled(view: View, sql: str) -> list[str]:

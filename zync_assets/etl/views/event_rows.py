@@ -11,11 +11,11 @@ from zync_assets.etl.rules import lookups
 from zync_assets.etl.rules.assignment import has_schema
 from zync_assets.etl.rules.kind import BLAMED, LOOK_HASH, LOOKED, RuleRecords
 from zync_assets.etl.rules.shapes import note_schema, type_sql
-from zync_assets.etl.views.key_filter import KeyFilter, listed_values, plain_column
+from zync_assets.etl.views.key_filter import KeyFilter, listed_values, plain_field
 from zync_assets.etl.views.query import pruned_sql, used_columns
-from zync_assets.etl.views.state import StateFiles, StateReader, without_versions
+from zync_assets.etl.views.state import StateFiles, StateReader
 from zync_assets.etl.views.state_index import looked_up_places
-from zync_assets.etl.views.tables import TableType, table_of, table_type
+from zync_assets.etl.views.tables import ROW_VERSION, TableType, table_of, table_type, without_versions
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Rule
@@ -100,28 +100,28 @@ class EventRows:
 
         def versions(of: Sequence[DataFile]) -> DataFrame:
             found = self.reader.rows(kind, of, places).where("row IS NOT NULL")
-            found = values.within(found).selectExpr(row_sql(rule, item, kind.state_row), "version")
+            found = values.within(found).selectExpr(row_sql(rule, item, kind.state_row), f"version AS {ROW_VERSION}")
             return values.keep(found, item.alias)
 
         found = versions(files.versions)
-        return without_versions(found, versions(files.replaced)) if files.replaced else found
+        if not files.replaced:
+            return found
+        replaced = versions(files.replaced).selectExpr(f"{ROW_VERSION} AS version")
+        return without_versions(found, replaced, version=ROW_VERSION)
 
     def _values(self, item: Lookup, types: Sequence[DataType], frame: DataFrame, kind: TableType) -> KeyFilter:
         """The values that records look up."""
         from pyspark.sql import functions as F
-        from pyspark.sql.types import StructType
 
         keys = lookups.record_keys(item, types)
-        known = frame.selectExpr(*(f"{key} AS k{at}" for at, key in enumerate(keys))).distinct()
+        known = frame.selectExpr(*(f"{key} AS z_k{at}" for at, key in enumerate(keys))).distinct()
         found = KeyFilter(known, lookups.row_keys(item, types))
         table = known.limit(MOST_VALUES + 1).toArrow() if self.small else None
         if table is None or table.num_rows > MOST_VALUES:
             return found
         found = KeyFilter(F.broadcast(arrow_frame(self.reader.spark, table)), found.own)
-        name, row = plain_column(item.on[0][1], item.alias), kind.state_row
-        columns = {each.name.lower(): each for each in row} if isinstance(row, StructType) else {}
-        column = columns.get((name or "").lower())
+        column = plain_field(kind.state_row, item.on[0][1], item.alias)
         if column is None or len(keys) > 1:
             return found
-        listed = listed_values(column.dataType, sorted(set(table["k0"].drop_null().to_pylist())))
-        return found if listed is None else KeyFilter(found.frame, found.own, column.name, listed, values=table["k0"])
+        listed = listed_values(column.dataType, sorted(set(table["z_k0"].drop_null().to_pylist())))
+        return found if listed is None else KeyFilter(found.frame, found.own, column.name, listed, values=table["z_k0"])

@@ -15,7 +15,7 @@ from zync_assets.spark.sql import listed_sql, long_sql, name_sql, shape_sql, tex
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-    from pyspark.sql.types import DataType
+    from pyspark.sql.types import DataType, StructField
 
 
 def checkpoint(frame: DataFrame, *, eager: bool = True) -> DataFrame:
@@ -28,9 +28,9 @@ def checkpoint(frame: DataFrame, *, eager: bool = True) -> DataFrame:
 
 @dataclass(frozen=True)
 class KeyFilter:
-    """Values that rows of an alias must have. ``frame``: the columns ``k0``, ``k1`` …, None for a ``span`` alone; ``own``: the
-    expressions over the alias that must equal them. ``column``: a plain column; ``listed``: its values as SQL, which say the same
-    as the frame; ``values``: the listed values; ``span``: in place of a list, its least and its greatest value."""
+    """Values that rows of an alias must have. ``frame``: the columns ``z_k0``, ``z_k1`` …, None for a ``span`` alone; ``own``:
+    the expressions over the alias that must equal them. ``column``: a plain column; ``listed``: its values as SQL, which say the
+    same as the frame; ``values``: the listed values; ``span``: in place of a list, its least and its greatest value."""
 
     frame: DataFrame | None
     own: Sequence[str]
@@ -56,7 +56,7 @@ class KeyFilter:
         if self.frame is None or self.is_exact:
             return frame.where(self._condition(f"{name_sql(alias)}.{name_sql(self.column or '')}"))
         sign = "<=>" if self.null_safe else "="
-        equal = " AND ".join(f"({sql}) {sign} k{at}" for at, sql in enumerate(self.own))
+        equal = " AND ".join(f"({sql}) {sign} z_k{at}" for at, sql in enumerate(self.own))
         return frame.join(self.frame, F.expr(equal), "left_semi")
 
     def _condition(self, sql: str) -> str:
@@ -77,13 +77,37 @@ def listed_values(kind: DataType, values: Sequence[Any]) -> list[str] | None:
     return None
 
 
-def is_integral(kind: DataType, name: str) -> bool:
-    """Whether a row has a column of integers with that name."""
+def is_kept(kind: DataType, other: DataType) -> bool:
+    """Whether a value is the same after a cast to another type, if it equals a value of that type.
+
+    Spark compares two types by a common one. A text equals a number of another spelling, 0.0 equals -0.0, and a collation makes
+    texts equal.
+    """
     from pyspark.sql import types as spark
 
-    if not isinstance(kind, spark.StructType):
-        return False
-    return any(item.name.lower() == name.lower() and isinstance(item.dataType, spark.IntegralType) for item in kind)
+    numbers: list[DataType] = [spark.ByteType(), spark.ShortType(), spark.IntegerType(), spark.LongType()]
+    if kind in numbers and other in numbers:
+        return numbers.index(kind) <= numbers.index(other)
+    whole = spark.StringType(), spark.BooleanType(), spark.DateType(), spark.TimestampType(), spark.TimestampNTZType()
+    return kind == other and (kind in whole or isinstance(kind, spark.DecimalType | spark.BinaryType))
+
+
+def plain_field(row: DataType, sql: str, alias: str) -> StructField | None:
+    """The field of a row that an expression is; None if the expression is no plain column of the alias, or is not there."""
+    from pyspark.sql.types import StructType
+
+    name = plain_column(sql, alias)
+    if name is None or not isinstance(row, StructType):
+        return None
+    return next((item for item in row if item.name.lower() == name.lower()), None)
+
+
+def integral_column(row: DataType, sql: str, alias: str) -> str | None:
+    """The column of integers that an expression is; None if it is none."""
+    from pyspark.sql.types import IntegralType
+
+    item = plain_field(row, sql, alias)
+    return item.name if item is not None and isinstance(item.dataType, IntegralType) else None
 
 
 def key_paths(shape: Shape, path: str) -> list[tuple[str, str]]:

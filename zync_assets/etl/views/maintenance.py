@@ -26,11 +26,12 @@ from zync_assets.etl.views.key_filter import (
     KeyFilter,
     cast_sql,
     checkpoint,
-    is_integral,
+    integral_column,
+    is_kept,
     key_columns,
     key_paths,
     listed_values,
-    plain_column,
+    plain_field,
     substituted,
 )
 from zync_assets.etl.views.query import (
@@ -43,9 +44,15 @@ from zync_assets.etl.views.query import (
     outputs,
     same_sql,
 )
-from zync_assets.etl.views.state import Places, Range, StateFiles, StateReader, is_few, without_versions
+from zync_assets.etl.views.state import (
+    Places,
+    Range,
+    StateFiles,
+    StateReader,
+    is_few,
+)
 from zync_assets.etl.views.state_index import looked_up_places
-from zync_assets.etl.views.tables import TableType, null_sql
+from zync_assets.etl.views.tables import ROW_VERSION, TableType, null_sql, without_versions
 from zync_assets.lake.log import DataFile
 from zync_assets.queries import JoinStep
 from zync_assets.spark.frames import union
@@ -141,11 +148,9 @@ class Maintenance:
 
     def _counted(self, touched: DataFrame) -> tuple[int, dict[str, Range]]:
         """The number of touched keys, and the spans of their fields that are columns of integers."""
-        names = {sql: (path, plain_column(sql, alias)) for sql, path, alias in self._key_fields()}
+        fields = self._key_fields()
         paths = {
-            sql.strip(): path
-            for sql, (path, name) in names.items()
-            if name is not None and is_integral(self.kinds[next(iter(self.query.owners(sql)))].state_row, name)
+            sql.strip(): path for sql, path, alias in fields if integral_column(self.kinds[alias].state_row, sql, alias)
         }
         sums = (f"struct(min({path}), max({path}), count({path})) AS f{at}" for at, path in enumerate(paths.values()))
         [row] = touched.selectExpr("count(*) AS count", *sums).collect()
@@ -224,13 +229,15 @@ class Maintenance:
             of_far = [sql for sql in query.key_leaves if far in query.owners(sql)]
             equal = {other.strip(): one for one, other in pairs}
             last = not any(step.near == far for step in steps)
-            if last and all(sql.strip() in equal for sql in of_far):
+            if last and all(
+                sql in equal and self._is_key(frame, equal[sql], sql, far) for sql in map(str.strip, of_far)
+            ):
                 # The changed row has the key already.
                 substitutes |= {sql: equal[sql.strip()] for sql in of_far}
                 continue
             values = None
             if self.small and pairs:
-                each = frame.selectExpr(*(f"{one} AS k{at}" for at, (one, _) in enumerate(pairs))).distinct()
+                each = frame.selectExpr(*(f"{one} AS z_k{at}" for at, (one, _) in enumerate(pairs))).distinct()
                 values = self._values(far, each, [other for _, other in pairs], few=True)
             other = self.rows(far, values).selectExpr(f"{V} AS z_other", name_sql(far))
             equality = " AND ".join(f"({one}) = ({two})" for one, two in pairs) or "true"
@@ -238,6 +245,12 @@ class Maintenance:
             frame = frame.join(other, F.expr(equality)).drop("z_other")
         key = cast_sql(substituted(query.rule.key, substitutes), self.types[0])
         return frame.selectExpr(f"{key} AS {KEY}")
+
+    def _is_key(self, frame: DataFrame, one: str, other: str, far: str) -> bool:
+        """Whether an expression of a frame gives the key what an equal expression of ``far`` gives it. Values of two types can be
+        equal, and differ as parts of a key: 1 and '01'."""
+        item = plain_field(self.kinds[far].state_row, other, far)
+        return item is not None and is_kept(frame.selectExpr(f"({one}) AS it").schema[0].dataType, item.dataType)
 
     def _start_values(self, start: str, touched: DataFrame | pa.Table, *, few: bool) -> KeyFilter | None:
         """The fields of the touched keys that are of the alias; None if there are none."""
@@ -247,9 +260,9 @@ class Maintenance:
             return None
         if isinstance(touched, pa.Table):
             columns = {path: column for (_, path), column in key_columns(self.query.rule.key, KEY, touched[KEY])}
-            values = pa.table({f"k{at}": columns[path] for at, (_, path) in enumerate(fields)})
+            values = pa.table({f"z_k{at}": columns[path] for at, (_, path) in enumerate(fields)})
             return self._listed(start, values, KeyFilter(None, own, null_safe=True))
-        frame = touched.selectExpr(*(f"{path} AS k{at}" for at, (_, path) in enumerate(fields)))
+        frame = touched.selectExpr(*(f"{path} AS z_k{at}" for at, (_, path) in enumerate(fields)))
         return self._values(start, frame, own, few=few, null_safe=True)
 
     def _values(
@@ -268,23 +281,19 @@ class Maintenance:
 
     def _listed(self, alias: str, table: pa.Table, found: KeyFilter) -> KeyFilter:
         """Fetched values: in a list if they are of a plain column, else as a frame."""
-        from pyspark.sql.types import StructType
-
-        kind, name = self.kinds[alias].state_row, plain_column(found.own[0], alias)
-        types = {item.name.lower(): item for item in kind} if isinstance(kind, StructType) else {}
-        item = types.get((name or "").lower())
+        item = plain_field(self.kinds[alias].state_row, found.own[0], alias)
         listed: list[str] | None = None
-        if item is not None and len(found.own) == 1 and not (found.null_safe and table["k0"].null_count):
-            listed = listed_values(item.dataType, sorted(set(table["k0"].drop_null().to_pylist())))
+        if item is not None and len(found.own) == 1 and not (found.null_safe and table["z_k0"].null_count):
+            listed = listed_values(item.dataType, sorted(set(table["z_k0"].drop_null().to_pylist())))
         if item is not None and listed is not None:
-            return replace(found, frame=None, column=item.name, listed=listed, values=table["k0"])
+            return replace(found, frame=None, column=item.name, listed=listed, values=table["z_k0"])
         from pyspark.sql import functions as F
 
         return replace(found, frame=F.broadcast(arrow_frame(self.reader.spark, table)))
 
     def _step_values(self, near: DataFrame, steps: Sequence[JoinStep], *, few: bool) -> list[KeyFilter | None]:
         """For each join from rows, the values that the joined rows must have; None for all rows."""
-        each = [[f"{one} AS k{at}" for at, (one, _) in enumerate(step.pairs)] for step in steps]
+        each = [[f"{one} AS z_k{at}" for at, (one, _) in enumerate(step.pairs)] for step in steps]
         if not few:
             return [self._step_span(step) for step in steps]
         wanted = [f"struct({', '.join(names)}) AS s{at}" for at, names in enumerate(each) if names]
@@ -305,8 +314,7 @@ class Maintenance:
 
     def _spanned(self, sql: str, alias: str) -> str | None:
         """The column of integers that an expression is, if its span is known."""
-        name = plain_column(sql, alias) if sql.strip() in self.spans else None
-        return name if name is not None and is_integral(self.kinds[alias].state_row, name) else None
+        return integral_column(self.kinds[alias].state_row, sql, alias) if sql.strip() in self.spans else None
 
     def _step_span(self, step: JoinStep) -> KeyFilter | None:
         """The span of a column of the joined rows, where the other side of the join has one."""
@@ -333,12 +341,8 @@ class Maintenance:
             delta = self.delta(alias).drop("z_changed")
             frames.append(delta if values is None else values.keep(delta, alias))
         if not frames:
-            return (
-                self._of_versions(alias, (), None, self._no_cause())
-                .where("false")
-                .selectExpr("*", f"1 AS {V}")
-                .drop("version")
-            )
+            none = self._of_versions(alias, (), None, self._no_cause()).where("false")
+            return none.selectExpr("*", f"1 AS {V}").drop(ROW_VERSION)
         # In a small batch, one task joins the rows.
         return union(frames).coalesce(1) if self.small else union(frames)
 
@@ -350,7 +354,11 @@ class Maintenance:
         found = self._of_versions(alias, before.versions, values, cause, places)
         pairs = None if change is None else change.pairs
         files = (*before.replaced, *(change.files.replaced if change is not None and pairs is None else ()))
-        gone = [self._of_versions(alias, files, values, (), places).select("version")] if files else []
+        gone = (
+            [self._of_versions(alias, files, values, (), places).selectExpr(f"{ROW_VERSION} AS version")]
+            if files
+            else []
+        )
         if pairs is not None and change is not None and change.files.replaced:
             gone.append(pairs.where("old_version IS NOT NULL").selectExpr("old_version AS version"))
         if self.small:
@@ -358,7 +366,8 @@ class Maintenance:
         if gone:
             replaced = [*files, *(change.files.replaced if change is not None else ())]
             few = not self.small and is_few(replaced)
-            found = without_versions(found, union(gone).repartition(1) if self.small else union(gone), few=few)
+            replaced_versions = union(gone).repartition(1) if self.small else union(gone)
+            found = without_versions(found, replaced_versions, few=few, version=ROW_VERSION)
         versions = "1" if self.all_new or alias in self.steady else "explode(array(0, 1))"
         return found.selectExpr(name_sql(alias), ORD, CAUSE, f"{versions} AS {V}")
 
@@ -370,12 +379,12 @@ class Maintenance:
         columns: Sequence[str],
         places: Places | None = None,
     ) -> DataFrame:
-        """The rows of some files under the alias, their ``version``, and further columns."""
+        """The rows of some files under the alias, their ROW_VERSION, and further columns."""
         kind = self.kinds[alias]
         rows = self.reader.rows(kind, files, places).where("row IS NOT NULL")
         rows = rows if values is None else values.within(rows)
         made = self.query.row_sql(alias, kind.state_row)
-        found = rows.selectExpr(f"{made} AS {name_sql(alias)}", "version", *columns)
+        found = rows.selectExpr(f"{made} AS {name_sql(alias)}", f"version AS {ROW_VERSION}", *columns)
         # The state has been looked up by listed values.
         return found if values is None or values.is_exact else values.keep(found, alias)
 

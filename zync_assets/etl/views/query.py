@@ -366,6 +366,8 @@ def differences(query: Query, results: DataFrame, key_type: DataType, *, all_new
 
     chosen = query.view.on_duplicate_key is not None
     keys = query.key_columns
+    # A value that is null is a tombstone: the result has no such row.
+    results = results.where(f"{VALUE} IS NOT NULL OR {COPIES} > 1")
     if all_new and query.groups and not chosen:
         # A row for each key.
         return results.selectExpr(f"{_checked(query, key_type, COPIES, TEXTS)} AS {KEY}", VALUE, HEADERS, ORD, CAUSE)

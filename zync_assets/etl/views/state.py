@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zync_assets.etl.views.tables import VERSION, VERSION_TYPE, Table, TableType, place_sql
+from zync_assets.etl.views.tables import VERSION, VERSION_TYPE, Table, TableType, place_sql, without_versions
 from zync_assets.lake import storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import ORDER
@@ -151,16 +151,6 @@ def is_few(files: Sequence[DataFile]) -> bool:
     """Whether each task may have the rows of some files."""
     records, size = sum(item.records for item in files), sum(item.size for item in files)
     return records <= FEW_RECORDS and size <= FEW_BYTES
-
-
-def without_versions(frame: DataFrame, replaced: DataFrame, *, few: bool = False) -> DataFrame:
-    """The versions that are not among the replaced ones. ``few``: each task gets all replaced versions."""
-    from pyspark.sql import functions as F
-
-    replaced = F.broadcast(replaced) if few else replaced
-    gone = replaced.selectExpr("version.partition AS gone_partition", "version.offset AS gone_offset")
-    same = F.expr("version.partition = gone_partition AND version.offset = gone_offset")
-    return frame.join(gone, same, "left_anti")
 
 
 _READING = {

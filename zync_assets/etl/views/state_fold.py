@@ -29,12 +29,11 @@ from zync_assets.etl.views.state import (
     StateFiles,
     StateReader,
     state_files,
-    without_versions,
     write_state,
     write_versions,
 )
 from zync_assets.etl.views.state_index import index_columns, indexed_columns, indexes_of, write_index
-from zync_assets.etl.views.tables import VERSION, TableType, place_sql, stored_tables, stored_type
+from zync_assets.etl.views.tables import VERSION, TableType, place_sql, stored_tables, stored_type, without_versions
 from zync_assets.lake import compaction, storage, tables
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import ORDER

@@ -233,7 +233,9 @@ def _highs(uri: str, path: str, wanted: Sequence[int] | Sequence[str], records: 
         entries = file.read_row_groups(groups, columns=[f"{ORDER}.high", path]).combine_chunks()
     name = path.removesuffix(f".{path.rpartition('.')[2]}")
     column, high = (pc.struct_field(entries[each], [0]) for each in (name, ORDER))
-    found = high.filter(pc.is_in(column, value_set=pa.array(wanted).cast(column.type)))
+    # A wanted number may be too large for the column.
+    values = pa.array(wanted)
+    found = high.filter(pc.is_in(column.cast(values.type), value_set=values))
     return set(found.unique().to_pylist())
 
 

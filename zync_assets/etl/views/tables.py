@@ -26,7 +26,15 @@ from zync_assets.codecs.fields import lake_type_of
 from zync_assets.codecs.spark_types import arrow_type, parse_ddl, spark_type
 from zync_assets.errors import EtlError, RegistryError
 from zync_assets.etl.rules.missing_fields import newest_type
-from zync_assets.etl.rules.shapes import expression_type, note_schema, schema_of, shape_type, type_sql, unify
+from zync_assets.etl.rules.shapes import (
+    expression_type,
+    is_envelope,
+    note_schema,
+    schema_of,
+    shape_type,
+    type_sql,
+    unify,
+)
 from zync_assets.lake.head import Head
 from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_TYPE
@@ -41,6 +49,8 @@ if TYPE_CHECKING:
 
 VERSION = "version"
 """The column that says which record made a version of a row."""
+ROW_VERSION = "z_version"
+"""The version of a row, beside columns that a user names."""
 VERSION_TYPE = pa.struct(
     [
         ("partition", pa.int32()),
@@ -166,7 +176,7 @@ def table_type(table: Table, frame: DataFrame, state: StagingState | None) -> Ta
     Raises EtlError for an expression that Spark can't resolve, and FieldMissing for a missing field.
     """
     value = schema_of(frame)["value"].dataType
-    envelope = _is_envelope(value)
+    envelope = is_envelope(value)
     row_sql = table.row or ("value.after" if envelope else "value")
     absent = "(value IS NULL OR coalesce(value.op = 'd', false))" if envelope else "value IS NULL"
     deleted = f"coalesce({table.deleted}, false)" if table.deleted is not None else absent
@@ -225,15 +235,6 @@ def _declared(pipeline: Pipeline, item: Input, side: str) -> DataType | None:
     return None if newest is None else spark_type(lake_type_of(newest))
 
 
-def _is_envelope(value: DataType) -> bool:
-    """Whether values are those of Debezium: a struct with ``op`` and a row ``after``."""
-    from pyspark.sql.types import StringType, StructType
-
-    if not isinstance(value, StructType) or not {"op", "after"} <= set(value.names):
-        return False
-    return isinstance(value["op"].dataType, StringType) and isinstance(value["after"].dataType, StructType)
-
-
 def leaves_of(sql: str, kind: DataType) -> Iterator[tuple[str, DataType]]:
     """The fields of a key, each as SQL, with its type."""
     from pyspark.sql.types import StructType
@@ -276,3 +277,16 @@ def _number_sql(sql: str, kind: DataType) -> str:
 def null_sql(sql: str, kind: DataType) -> str:
     """Whether a key is null, or one of its fields."""
     return " OR ".join(f"{leaf} IS NULL" for leaf, _ in leaves_of(sql, kind))
+
+
+def without_versions(
+    frame: DataFrame, replaced: DataFrame, *, few: bool = False, version: str = "version"
+) -> DataFrame:
+    """The versions that are not among the replaced ones. ``few``: each task gets all replaced versions; ``version``: the column
+    of the frame."""
+    from pyspark.sql import functions as F
+
+    replaced = F.broadcast(replaced) if few else replaced
+    gone = replaced.selectExpr("version.partition AS z_partition", "version.offset AS z_offset")
+    same = F.expr(f"{version}.partition = z_partition AND {version}.offset = z_offset")
+    return frame.join(gone, same, "left_anti")
