@@ -42,6 +42,7 @@ from zync_assets.etl.rules.shapes import COLUMN as HEADERS
 from zync_assets.etl.rules.shapes import made_sql, type_sql
 from zync_assets.etl.views.key_filter import checkpoint
 from zync_assets.etl.views.query import same_sql
+from zync_assets.etl.views.rebuild import refuse_other_keys
 from zync_assets.lake import staging
 from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
@@ -91,9 +92,28 @@ def rebuild_rows(transform: Transform) -> ResultRows:
     """The result rows of a rebuild. They count as further outputs of matches: the scratch pool has counted their sources."""
     made = transform.plan.recomputed
     assert made is not None
+    _refuse_others(transform, made)
     found = [rows for topic in made.topics if (rows := _topic_rows(transform, made, topic)) is not None]
     frame = union(found) if found else no_rows(transform).selectExpr("*", "true AS extra")
     return ResultRows(frame, {}, ["extra"])
+
+
+def _refuse_others(transform: Transform, made: Recomputed) -> None:
+    """EtlError if the account changes, and another output topic would change too: records of that change would count as done
+    without an output."""
+    pipeline = transform.pipeline
+    rules = event_rules(pipeline, transform.plan.pool)
+    if is_rebuilt(transform.spark, pipeline, transform.plan):
+        return
+    for topic in dict.fromkeys(rule.out for rule in rules if rule.out not in made.topics):
+        rows = _topic_rows(transform, made, topic)
+        if rows is not None and not rows.isEmpty():
+            options = [part for name in (*made.topics, topic) for part in ("--topic", name)]
+            raise EtlError(
+                f"topic {topic}: its outputs change, too, and its rules share the account of inputs with the rules of"
+                f" {', '.join(made.topics)}. Records that only {topic} gets would count as done. Nothing was staged. Rebuild them"
+                f" together: {pipeline.command('rebuild', *options)}"
+            )
 
 
 def rebuild_bounds(transform: Transform, parts: Sequence[str]) -> list[Bound]:
@@ -200,6 +220,8 @@ def _topic_rows(transform: Transform, made: Recomputed, name: str) -> DataFrame 
     _check_keys(transform, topic, scratch, staged)
     new = _folded(topic, scratch, topic.set_by_rules(), "new")
     old = _folded(topic, staged, topic.set_by_schemas(state), "old")
+    kinds = [target.key[1] for target in topic.targets.values() if target.key is not None]
+    refuse_other_keys(name, old.selectExpr("last_old.schema AS schema"), state.head, kinds)
     changed = checkpoint(_changed(topic, new, old))
     emits = changed.selectExpr("last.p AS staged_in", "explode(emits) AS at")
     records = scratch.join(emits, F.expr("o = at"))
@@ -267,7 +289,7 @@ def _folded(topic: _Topic, records: DataFrame, sets: Mapping[str, str], side: st
         "*", "max(CASE WHEN v IS NULL THEN o END) OVER (PARTITION BY k) AS gone"
     )
     live = live.where("v IS NOT NULL AND (gone IS NULL OR o > gone)")
-    columns = [f"max_by(struct(rule, source, p, o), o) AS last_{side}"]
+    columns = [f"max_by(struct(rule, source, p, o, schema), o) AS last_{side}"]
     for at, (name, sql, _) in enumerate(topic.fields):
         columns.append(f"max(o) FILTER (WHERE {sets[name]}) AS at{at}_{side}")
         columns.append(f"max_by({sql}, o) FILTER (WHERE {sets[name]}) AS field{at}_{side}")

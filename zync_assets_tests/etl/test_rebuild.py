@@ -82,6 +82,45 @@ def test_a_changed_value_is_staged_again(make: Make) -> None:
     sound(edited)
 
 
+@pytest.mark.parametrize("key", ["{number: in.value.id}", "{id: in.value.id, v: in.value.v}"])
+def test_an_edit_of_the_fields_of_a_key_needs_another_topic(make: Make, key: str) -> None:
+    """No record with a key of the new fields deletes the row of an old key."""
+    both = BOTH.replace("$out, pool: Staging, key-format: string", "$out, pool: Staging, key-format: json")
+    copy = COPY.replace("in.key", "{id: in.value.id}")
+    it = make(both + copy)
+    it.send(it.left, ("a", row(1, "one")), ("b", row(2, None)))
+    it.step()
+    edited = it.edited(both + copy.replace("{id: in.value.id}", key))
+    with pytest.raises(
+        EtlError, match=r"staged keys have \{id\}, and the keys of the present rules have .*another output"
+    ):
+        list(rebuild_all(edited.pipeline, lambda: it.spark))
+    assert len(edited.staged()) == 2
+
+
+def test_outputs_that_share_the_account_of_an_input_are_rebuilt_together(make: Make) -> None:
+    """A record that only the other output gets would count as done without it."""
+    both = BOTH + "  - {topic: $out-b, pool: Staging, key-format: string, value-format: json, create: {}}\n"
+    rule = '  - {name: %s, type: stateless, where: "%s", in: $left, out: $out%s, key: in.key, value: {l: in.value.v}}\n'
+    rules = "transforms:\n" + rule % ("a", "value.op = 'c'", "")
+    it = make(both + rules + rule % ("b", "value.op = 'u'", "-b"))
+    it.send(it.left, ("1", row(1, "one")), ("2", row(2, "two", "u")), ("3", row(3, "three", "x")))
+    it.step()
+    wide = both + rules.replace("in.value.v", "upper(in.value.v)") + rule % ("b", "value.op <> 'c'", "-b")
+    edited, other = it.edited(wide), f"{it.out}-b"
+    assert edited.classes(it.left) == {"done": 2, "unmatched": 1}
+    with pytest.raises(EtlError, match=rf"topic {other}: its outputs change, too.*zync rebuild .*--topic {other}"):
+        list(rebuild_all(edited.pipeline, lambda: it.spark, topics=(it.out,)))
+    assert edited.classes(it.left) == {"done": 2, "unmatched": 1}
+    rebuilt(edited, it.out, other)
+    assert rows(edited) == {"1": {"l": "ONE"}}
+    assert rows(edited, other) == {"2": {"l": "two"}, "3": {"l": "three"}}
+    assert edited.classes(it.left) == {"done": 3}
+    narrow = it.edited(wide.replace("upper(", "lower("))
+    rebuilt(narrow, it.out)
+    assert rows(narrow) == {"1": {"l": "one"}}
+
+
 @pytest.mark.slow
 def test_what_differs_is_staged_and_nothing_else(make: Make) -> None:
     """Partial updates are folded. A row that is gone gets a tombstone, and a row that lacks a field gets one before."""

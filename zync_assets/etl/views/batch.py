@@ -282,7 +282,8 @@ def _results(
             found = maintenance.results(target, columns)
         if stage.rebuild is not None and stage.state is not None and found is not None:
             staged = frames.output_frame(stage.spark, stage.state, rule.out)
-            found = checkpoint(differences(found, staged, rule.out, index, stage.ordering))
+            changed = differences(found, staged, rule.out, index, stage.ordering, stage.state.head, types[0])
+            found = checkpoint(changed)
         rows += [] if found is None else [found]
     return rows, views
 

@@ -6,9 +6,12 @@ that are published never change.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import json
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import EtlError
 from zync_assets.etl.failures import Failure, Failures
 from zync_assets.etl.rules.assignment import has_schema
@@ -20,6 +23,7 @@ from zync_assets.etl.views.state import StateReader, state_files
 from zync_assets.etl.views.state_index import unindexed_rows
 from zync_assets.etl.views.tables import Table, table_type
 from zync_assets.lake import staging
+from zync_assets.lake.head import Head
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
@@ -28,6 +32,7 @@ from zync_assets.spark.sql import name_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import DataType
 
 
 class Counts(NamedTuple):
@@ -94,11 +99,51 @@ def state_counts(
     return Counts(row["rows"], row["differing"], unindexed_rows(reader, kind, files))
 
 
-def differences(rows: DataFrame, staged: DataFrame, topic: str, index: int, ordering: Ordering) -> DataFrame:
+def _key_fields(schema: Any) -> str:
+    """The names of the fields of a key, nested ones too; an empty text for a key without fields. ``schema``: of an output's keys,
+    as JSON."""
+    for branch in schema if isinstance(schema, list) else [schema]:
+        if isinstance(branch, Mapping) and branch.get("type") == "record":
+            fields = ((original_name(item["name"]), _key_fields(item["type"])) for item in branch["fields"])
+            return f"{{{', '.join(sorted(name + inner for name, inner in fields))}}}"
+    return ""
+
+
+def _type_fields(kind: DataType) -> str:
+    """As ``_key_fields``, of a key's type."""
+    from pyspark.sql.types import StructType
+
+    if not isinstance(kind, StructType):
+        return ""
+    return f"{{{', '.join(sorted(original_name(item.name) + _type_fields(item.dataType) for item in kind))}}}"
+
+
+def refuse_other_keys(topic: str, live: DataFrame, head: Head, kinds: Collection[DataType]) -> None:
+    """EtlError if a staged key has other fields than the keys of the present rules: no tombstone by these rules deletes its row.
+
+    ``live``: with the column ``schema`` of the last staged records of keys; ``kinds``: the types of the rules' keys.
+    """
+    own = {_type_fields(kind) for kind in kinds}
+    texts = {name: json.loads(text) for name, (of, text) in head.schemas.items() if of == topic}
+    sides = {name: text["key"]["schema"] for name, text in texts.items() if text.get("key")}
+    others = {name: fields for name, side in sides.items() if (fields := _key_fields(side)) not in own}
+    found = live.where(f"schema IN ({', '.join(map(text_sql, others))})").limit(1).collect() if others else []
+    for row in found:
+        before, now = others[row["schema"]] or "no fields", " or ".join(sorted(own)) or "no fields"
+        raise EtlError(
+            f"topic {topic}: staged keys have {before}, and the keys of the present rules have {now}. No record of the present"
+            " rules can delete a row of the other keys. Nothing was staged. Name another output topic: it gets all records again."
+        )
+
+
+def differences(
+    rows: DataFrame, staged: DataFrame, topic: str, index: int, ordering: Ordering, head: Head, kind: DataType
+) -> DataFrame:
     """The result rows (``kind``) that differ from the last staged record of their key, and a tombstone for each staged key
     that the result lacks.
 
-    ``rows``: the whole result of the view's rule, ``index``; ``staged``: of its output ``topic`` (``frames.output_frame``).
+    ``rows``: the whole result of the view's rule, ``index``; ``staged``: of its output ``topic`` (``frames.output_frame``);
+    ``head``: of the pool that has staged them; ``kind``: the type of the rule's key. EtlError as ``refuse_other_keys``.
     """
     from pyspark.sql import functions as F
 
@@ -108,7 +153,9 @@ def differences(rows: DataFrame, staged: DataFrame, topic: str, index: int, orde
         f"{made_sql(name, staged.schema[name].dataType, rows.schema[column].dataType)} AS staged_{name}"
         for name, column in (("key", key), ("value", value))
     )
-    last = frames.latest_records(staged).selectExpr(*sides, "source AS staged_source")
+    last = frames.latest_records(staged)
+    refuse_other_keys(topic, last.select("schema"), head, [kind])
+    last = last.selectExpr(*sides, "source AS staged_source")
     both = rows.join(last, F.expr(f"{name_sql(key)} <=> staged_key"), "full_outer")
     same = same_sql(name_sql(value), "staged_value", rows.schema[value].dataType)
     places = " ".join(f"WHEN {text_sql(name)} THEN {place}" for name, place in ordering.places.items())

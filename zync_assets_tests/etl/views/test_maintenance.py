@@ -347,6 +347,20 @@ def test_a_rebuild_stages_the_differences(make: Make) -> None:
     edited.check({out: sql})
 
 
+def test_an_edit_of_the_fields_of_a_views_key_needs_another_topic(make: Make) -> None:
+    shop = make(TOTALS)
+    shop.send("c", (1, {"name": "Ann"}))
+    shop.it.step()
+    path = shop.it.pipeline.path
+    path.write_text(path.read_text().replace("{customer: c.id}", "{id: c.id}"))
+    edited = shop.it.loaded()
+    with pytest.raises(
+        EtlError, match=r"staged keys have \{customer\}, and .* rules have \{id\}\..*another output topic"
+    ):
+        list(rebuild_all(edited.pipeline, lambda: edited.spark, "views"))
+    assert len(edited.staged()) == 1
+
+
 def test_equal_values_of_two_types_find_each_other(make: Make) -> None:
     """Spark says that '01' and 1 are equal. A reference may be larger than the key's type."""
     view = "from: c LEFT JOIN o ON o.customer = c.{}\nkey: {{id: c.{}}}\nvalue: {{orders: count(o.id)}}"
