@@ -20,11 +20,12 @@ import pyarrow as pa
 
 from zync_assets.checks.sink_checks import sink_subject
 from zync_assets.codecs.spark_types import listed_frame
-from zync_assets.errors import SinkError, TableUnfit
+from zync_assets.errors import LakeError, SinkError, TableUnfit
 from zync_assets.etl.views.rebuild import state_counts
 from zync_assets.etl.views.tables import stored_tables
 from zync_assets.lake.check_results import CheckResult, Number, conclude
 from zync_assets.lake.snapshot import Snapshot
+from zync_assets.lake.stores import is_state_file
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
@@ -62,7 +63,14 @@ def state_equals_raw(pipeline: Pipeline, pool: str, session: Session) -> CheckRe
         raw = snapshot.raw(table.topic) if table.topic in inputs else None
         if state is None or raw is None:
             continue
-        found = state_counts(session(), state, raw, table, pipeline.unavailable_value)
+        try:
+            with spark_failures(partial(_state_failure, table.name)):
+                found = state_counts(session(), state, raw, table, pipeline.unavailable_value)
+        except LakeError as error:
+            if not is_state_file(str(error)):
+                raise
+            problems.append(f"table {table.name}: {error} Run: {pipeline.command('rebuild', '--state')}")
+            continue
         rows += found.rows
         if found.differing:
             problems.append(
@@ -75,6 +83,10 @@ def state_equals_raw(pipeline: Pipeline, pool: str, session: Session) -> CheckRe
                 f" again: {pipeline.command('rebuild', '--state')}"
             )
     return conclude(STATE, pool, "error", problems, f"{rows} rows of state equal the raw pool", {"rows": rows})
+
+
+def _state_failure(table: str, text: str) -> LakeError:
+    return LakeError(f"table {table}: its state can't be compared: {text}")
 
 
 def rows_match(pipeline: Pipeline, session: Session, sink: Sink, table: SinkTable) -> CheckResult:

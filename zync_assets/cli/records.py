@@ -152,9 +152,11 @@ def _contributions(pipeline: Pipeline, topic: str, partition: int, offset: int) 
     if rule is None or state is None:
         return []
     from zync_assets.etl.views.contributions import contributions
+    from zync_assets.spark.failures import spark_failures
     from zync_assets.spark.session import spark_session
 
-    found = contributions(spark_session(pipeline.spark, pipeline.lake), state, rule, offset, partition)
+    with spark_failures(lambda text: LakeError(f"view {rule.name}: its rows can't be shown: {text}")):
+        found = contributions(spark_session(pipeline.spark, pipeline.lake), state, rule, offset, partition)
     if found is None:
         click.echo(
             f"note: view {rule.name} is not as it was when its result was staged, so that its rows are not shown. Compute the"

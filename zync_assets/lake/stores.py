@@ -285,8 +285,16 @@ def missing_file(text: str) -> LakeError | None:
     return LakeError(
         f"{table}file {name} is in the Delta log and can't be read: another program removed or changed it, as a vacuum of"
         " less than a week does. Nothing was committed. Restore the file from a copy, and"
-        " look for others that are missing."
+        " look for others that are missing." + (_STATE_CURE if is_state_file(name) else "")
     )
+
+
+_STATE_CURE = " Or make the state of the views again, with the option --state of zync rebuild."
+
+
+def is_state_file(text: str) -> bool:
+    """Whether a text names a file of a view's state (``etl.views.state``)."""
+    return re.search(r"/state-\d+/", text) is not None
 
 
 def _table(file: str) -> str:

@@ -39,7 +39,15 @@ from zync_assets.etl.views.query import DUPLICATE, Query, rule_types
 from zync_assets.etl.views.rebuild import differences, raw_rows
 from zync_assets.etl.views.state import StateFiles, StateReader, state_files
 from zync_assets.etl.views.state_index import indexed_columns, join_columns, write_index
-from zync_assets.etl.views.tables import Table, TableType, definition_of, table_of, table_type, tables_of
+from zync_assets.etl.views.tables import (
+    Table,
+    TableType,
+    declared_frame,
+    definition_of,
+    table_of,
+    table_type,
+    tables_of,
+)
 from zync_assets.lake.head import Head, TableEntry
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState, raw_files
@@ -211,8 +219,9 @@ def _changes(
         kinds[name] = table_type(table, stage.frames[topic], stage.state)
         raw = stage.raw.get(topic)
         if name in anew and stage.state is not None and raw is not None:
-            own = stage.ordering.carried(raw_rows(stage.spark, stage.state, raw, table), topic)
-            sources[name] = kinds[name], own
+            own = declared_frame(stage.pipeline, stage.spark, topic, raw_rows(stage.spark, stage.state, raw, table))
+            if own is not None:
+                sources[name] = kinds[name], stage.ordering.carried(own, topic)
         elif stage.ranges[topic]:
             sources[name] = kinds[name], stage.records(topic)
     parts = {name: (kind, record_rows(kind, frame, stage.ordering)) for name, (kind, frame) in sources.items()}

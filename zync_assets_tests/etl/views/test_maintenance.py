@@ -423,6 +423,25 @@ def test_the_shown_query_reads_flat_records_as_they_are(make: Make) -> None:
         shop.it.ingest()
 
 
+def test_a_lost_file_of_the_state_is_made_again(make: Make) -> None:
+    shop = make(TOTALS)
+    shop.send("c", (1, {"name": "Ann"}), (2, {"name": "Ben"}))
+    shop.it.step()
+    lost = list(Path(shop.it.lake, "Staging").rglob("state-*/gone=0/*.parquet"))
+    assert lost
+    for path in lost:
+        path.unlink()
+    result = state_equals_raw(shop.it.pipeline, "Staging", lambda: shop.it.spark)
+    assert not result.passed
+    assert "is in the Delta log and can't be read" in result.summary
+    assert result.summary.endswith(f"Run: {shop.it.pipeline.command('rebuild', '--state')}")
+    list(rebuild_all(shop.it.pipeline, lambda: shop.it.spark, "state"))
+    assert state_equals_raw(shop.it.pipeline, "Staging", lambda: shop.it.spark).passed
+    shop.send("c", (2, {"name": "Bob"}))
+    shop.it.step()
+    shop.check({shop.it.out: TOTALS_SQL})
+
+
 def test_rows_that_no_view_can_show(make: Make) -> None:
     shop = make("from: o\nkey: {customer: o.customer}\nvalue: {id: o.id}")
     shop.send("o", (1, {"customer": 7}), (2, {"customer": None}))
