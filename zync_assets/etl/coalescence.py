@@ -15,6 +15,7 @@ from zync_assets.etl.encodability import left_out
 from zync_assets.etl.rules.assignment import without_dropped
 from zync_assets.etl.rules.kind import LACKING, LATER, OutputColumns
 from zync_assets.etl.rules.parts import OutputTypes
+from zync_assets.etl.rules.shapes import key_fields
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark.sql import name_sql, text_sql
 
@@ -44,7 +45,12 @@ def coalesced(
     columns = results.columns
     number = "coalesce(number, 0)" if "number" in columns else "0"
     lone = f"CASE WHEN {mine} THEN NULL ELSE struct(element_at(source, 1) AS first, {number} AS number) END AS lone"
-    keyed = results.selectExpr(f"CASE WHEN {mine} THEN {name_sql(key)} END AS of", lone, "struct(*) AS change")
+    kinds = {at: target.key[1] for at in indexes if (target := targets[rules[at].name]).key is not None}
+    fields = " ".join(f"WHEN {at} THEN {text_sql(key_fields(kind))}" for at, kind in kinds.items())
+    # Without a key in these rules, all keys are null.
+    shape = f"CASE rule {fields} END" if fields else "''"
+    of = f"CASE WHEN {mine} THEN struct({name_sql(key)} AS key, {shape} AS fields) END AS of"
+    keyed = results.selectExpr(of, lone, "struct(*) AS change")
     changes = keyed.groupBy("of", "lone").agg(F.expr(f"array_sort(collect_list(change), {LATER}) AS changes"))
     merged = _Merge(columns, {at: targets[rules[at].name] for at in indexes}, placeholder)
     both = f"concat(slice(made, 1, size(made) - 1), array({merged.row}))"

@@ -104,7 +104,8 @@ def check_parts(rules: Sequence[tuple[Rule, Fields]], outputs: Mapping[str, Outp
             fields.problem(
                 "name", f"an output of rule {owner} is called `{rule.name}` in the account; choose another name"
             )
-        is_one = rule.view is None and rule.part_of is None and rule.explode is None and WHERE not in fields
+        is_part = rule.part_of is not None or rule.name in owners.values()
+        is_one = rule.view is None and not is_part and rule.explode is None and WHERE not in fields
         if output is not None and output.coalesce and not is_one:
             fields.problem("out", f"`{rule.out}` has coalesce: true, for rules with one output; remove it there")
         if rule.part_of is not None and pools.get(rule.out) != pools.get(firsts[rule.part_of].out):

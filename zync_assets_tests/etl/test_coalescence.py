@@ -167,3 +167,19 @@ def test_a_batch_has_one_output_of_a_key_and_the_account_is_whole(
     assert it.classes(it.left) == {"done": 3}
     it.publish()
     assert [result for result in run_all(it.pipeline) if result.severity == "error" and not result.passed] == []
+
+
+def test_keys_of_other_fields_are_other_keys(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """{id: 1} and {id: 1, v: null} are two rows of a target."""
+    both = BOTH.replace(
+        "{topic: $out, pool: Staging, key-format: string", "{topic: $out, coalesce: true, pool: Staging"
+    )
+    rule = "  - {name: %s, type: stateless, in: $%s, out: $out, key: %s, value: {v: in.value.op}}\n"
+    rules = rule % ("one", "left", "{id: in.value.id}") + rule % ("two", "right", "{id: in.value.id, v: in.value.v}")
+    it = mini(services, spark, tmp_path, unique, f"{both}transforms:\n{rules}")
+    it.send(it.left, row(1, "l"), row(1, "m", "u"))
+    it.send(it.right, row(1, None), row(1, None, "u"))
+    it.step()
+    assert [(item["rule"], item["value"]["v"]) for item in it.staged()] == [("one", "u"), ("two", "u")]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from zync_assets.codecs.evolution import wider_type
-from zync_assets.codecs.spark_types import spark_type
+from zync_assets.codecs.spark_types import original_name, spark_type
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.pipeline import Headers, Shape
@@ -365,3 +365,13 @@ def is_envelope(value: DataType) -> bool:
     if not isinstance(value, StructType) or not {"op", "after"} <= set(value.names):
         return False
     return isinstance(value["op"].dataType, StringType) and isinstance(value["after"].dataType, StructType)
+
+
+def key_fields(kind: DataType) -> str:
+    """The names of the fields of a key, nested ones too; an empty text for a key without fields. Keys of other fields are others,
+    also where these fields are null."""
+    from pyspark.sql.types import StructType
+
+    if not isinstance(kind, StructType):
+        return ""
+    return f"{{{', '.join(sorted(original_name(item.name) + key_fields(item.dataType) for item in kind))}}}"

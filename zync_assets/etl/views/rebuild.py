@@ -16,7 +16,7 @@ from zync_assets.errors import EtlError
 from zync_assets.etl.failures import Failure, Failures
 from zync_assets.etl.rules.assignment import has_schema
 from zync_assets.etl.rules.kind import Ordering
-from zync_assets.etl.rules.shapes import made_sql
+from zync_assets.etl.rules.shapes import key_fields, made_sql
 from zync_assets.etl.views.changes import latest_rows, record_rows, table_records
 from zync_assets.etl.views.query import same_sql
 from zync_assets.etl.views.state import StateReader, state_files
@@ -100,8 +100,7 @@ def state_counts(
 
 
 def _key_fields(schema: Any) -> str:
-    """The names of the fields of a key, nested ones too; an empty text for a key without fields. ``schema``: of an output's keys,
-    as JSON."""
+    """As ``shapes.key_fields``, of the schema of an output's keys, as JSON."""
     for branch in schema if isinstance(schema, list) else [schema]:
         if isinstance(branch, Mapping) and branch.get("type") == "record":
             fields = ((original_name(item["name"]), _key_fields(item["type"])) for item in branch["fields"])
@@ -109,21 +108,12 @@ def _key_fields(schema: Any) -> str:
     return ""
 
 
-def _type_fields(kind: DataType) -> str:
-    """As ``_key_fields``, of a key's type."""
-    from pyspark.sql.types import StructType
-
-    if not isinstance(kind, StructType):
-        return ""
-    return f"{{{', '.join(sorted(original_name(item.name) + _type_fields(item.dataType) for item in kind))}}}"
-
-
 def refuse_other_keys(topic: str, live: DataFrame, head: Head, kinds: Collection[DataType]) -> None:
     """EtlError if a staged key has other fields than the keys of the present rules: no tombstone by these rules deletes its row.
 
     ``live``: with the column ``schema`` of the last staged records of keys; ``kinds``: the types of the rules' keys.
     """
-    own = {_type_fields(kind) for kind in kinds}
+    own = {key_fields(kind) for kind in kinds}
     texts = {name: json.loads(text) for name, (of, text) in head.schemas.items() if of == topic}
     sides = {name: text["key"]["schema"] for name, text in texts.items() if text.get("key")}
     others = {name: fields for name, side in sides.items() if (fields := _key_fields(side)) not in own}

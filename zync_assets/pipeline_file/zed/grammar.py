@@ -281,6 +281,7 @@ _CONSTANTS: dict[str, Kind] = {
 
 def _node(part: Part | None) -> Node:
     from lark import Token as LarkToken
+    from lark import Tree as LarkTree
 
     assert part is not None and not isinstance(part, LarkToken)
     place, children = _at(part), part.children
@@ -305,21 +306,30 @@ def _node(part: Part | None) -> Node:
         case "unary":
             return _unary(str(children[0]), _node(children[1]), place)
         case "binary":
-            operator = str(children[1])
-            return Binary(operator.lower(), _node(children[0]), _node(children[2]), _at(children[1]))
+            operator, right = str(children[1]).lower(), children[2]
+            left, at = _node(children[0]), _at(children[1])
+            if operator == "in" and isinstance(right, LarkTree) and right.data == "set_":
+                return Binary(operator, left, _elements(right), at)
+            return Binary(operator, left, _node(right), at)
         case "choice":
             return Choice(((_node(children[0]), _node(children[1])),), _node(children[2]), place)
         case "case":
             return _case(part, place)
         case "record":
             return RecordLiteral(tuple(_element(item) for item in _trees(part)), place)
-        case "array" | "set_":
-            return Elements(tuple(_item(item) for item in _trees(part)), place)
+        case "array":
+            return _elements(part)
+        case "set_":
+            raise ZedProblem(place, "a set is supported after `in`; in Spark SQL: array_distinct(array(…))")
         case "slice":
             cure = "in Spark SQL: substring(text, first, length), or slice(array, first, length)"
             raise ZedProblem(place, f"slices are not supported; {cure}")
         case _:
             raise ZedProblem(place, "maps are not supported; in Spark SQL: map(key, value, …)")
+
+
+def _elements(part: Tree[Token]) -> Elements:
+    return Elements(tuple(_item(item) for item in _trees(part)), _at(part))
 
 
 def _unary(operator: str, operand: Node, place: ZedPlace) -> Node:

@@ -178,6 +178,7 @@ PROBLEMS = {
     r'yield "\d"': (1, 7, r"`\d` is no escape of Zed"),
     r'yield "\u{d800}"': (1, 7, "is no escape of Zed"),
     "yield <|[int64]|>": (1, 8, "write an array"),
+    "yield {a: |[2, 1, 1]|}": (1, 11, "a set is supported after `in`"),
     "yield " + "(" * 31: (1, 37, "nested deeper than 30 levels"),
     "yield " + "x" * 20_000: (1, 1, "longer than 20000 characters"),
 }
