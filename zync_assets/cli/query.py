@@ -54,7 +54,8 @@ def query(pipeline: Path, sql: str, fmt: Format) -> None:
     zync query invoices.yaml 'select value.* from Staging.NewInvoices order by kafka.offset'
 
     A topic with dots goes in back quotes. A raw table has the columns kafka, key, value, key_schema_id, value_schema_id;
-    a staging table kafka, key, value, rule, source, and headers where a rule gives some.
+    a staging table kafka, key, value, rule, source, and headers where a rule gives some. Pool.Topic@latest has the last
+    record of each key of an output, without deleted keys.
     """
     model = load(pipeline)
     view_query = rewrite(sql, tables_of(model))

@@ -389,7 +389,9 @@ def differences(query: Query, results: DataFrame, key_type: DataType, *, all_new
     )
     if not chosen:
         columns += [f"max({TEXTS}) AS texts"]
-        columns += [f"{name}(struct({VALUE})) FILTER (WHERE {V} = 1) AS z_{name}" for name in ("first", "last")]
+        columns += [
+            f"{name}(struct({VALUE} AS value)) FILTER (WHERE {V} = 1) AS z_{name}" for name in ("first", "last")
+        ]
     if not all_new:
         columns.append(f"{picked(0)} AS before")
     found = results.groupBy(*keys).agg(*map(F.expr, columns))
