@@ -126,7 +126,9 @@ def _value_type(pipeline: Pipeline, topic: str) -> DataType | None:
         state = open_raw(pipeline.lake, item.pool, topic)
     if state is not None and "value" in state.table.schema.names:
         return spark_type(state.table.schema.field("value").type)
-    return None if item.value.ddl is None else spark_type(parse_ddl(item.value.ddl))
+    if item.value.ddl is None or item.shape is not None:
+        return None
+    return spark_type(parse_ddl(item.value.ddl))
 
 
 def _spelled(view: View, sql: str) -> list[str]:
