@@ -103,9 +103,10 @@ def _refuse_others(transform: Transform, made: Recomputed) -> None:
     without an output."""
     pipeline = transform.pipeline
     rules = event_rules(pipeline, transform.plan.pool)
-    if is_rebuilt(transform.spark, pipeline, transform.plan):
+    others = dict.fromkeys(rule.out for rule in rules if rule.out not in made.topics)
+    if not others or is_rebuilt(transform.spark, pipeline, transform.plan):
         return
-    for topic in dict.fromkeys(rule.out for rule in rules if rule.out not in made.topics):
+    for topic in others:
         rows = _topic_rows(transform, made, topic)
         if rows is not None and not rows.isEmpty():
             options = [part for name in (*made.topics, topic) for part in ("--topic", name)]
