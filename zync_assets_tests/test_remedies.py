@@ -325,6 +325,10 @@ def views(shop: Shop) -> None:
     change_a_row(max(files, key=lambda item: item.stat().st_mtime))
     shop.paste(shop.zync("check", "--state", code=1))
     shop.zync("check", "--state")
+    for file in Path(it.lake, "Views").glob("*/state-*/**/*.parquet"):
+        file.unlink()
+    shop.paste(shop.zync("check", "--state", code=1))
+    shop.zync("check", "--state")
 
 
 def a_rule_that_moved_to_another_pool(shop: Shop) -> None:
@@ -347,6 +351,16 @@ def a_rebuild_without_raw_records(shop: Shop) -> None:
         shop.zync("from-kafka")
         shop.zync("etl")
     shop.paste(shop.zync("rebuild", "--topic", it.out, code=1))
+
+
+def a_rebuild_of_one_of_two_outputs(shop: Shop) -> None:
+    it = shop.it
+    it.send(it.left, row(1, "one"), row(2, "two", "u"))
+    shop.zync("from-kafka")
+    shop.zync("etl")
+    it.edited(TWO_OUTPUTS.replace("value.op = 'd'", "value.op = 'u'"))
+    shop.paste(shop.zync("rebuild", "--topic", it.out, code=1))
+    assert [item["value"] for item in it.staged(f"{it.out}.rows")] == [{"v": "two"}]
 
 
 def a_late_record(shop: Shop) -> None:
@@ -386,10 +400,19 @@ transforms:
     value: {v: l.v}
     out: $out
 """
+TWO_OUTPUTS = TWO_POOLS.replace("pool: Views", "pool: Staging").replace(
+    JOIN,
+    """
+transforms:
+  - {type: stateless, where: value.op = 'c', in: $left, out: $out, key: in.value.v, value: {v: in.value.v}}
+  - {type: stateless, where: value.op = 'd', in: $left, out: $out.rows, key: in.value.v, value: {v: in.value.v}}
+""",
+)
 OTHERS: dict[str, Callable[[Shop], None]] = {
     TWO_POOLS + COPY: a_rule_that_moved_to_another_pool,
     BOTH.replace("pool: Raw,", "pool: Raw, retention: 30d,") + JOIN: a_rebuild_without_raw_records,
     SHOP: a_late_record,
+    TWO_OUTPUTS: a_rebuild_of_one_of_two_outputs,
     BOTH.replace("key-format: string, value-format: json, create", "key-format: json, value-format: json, create")
     + JOINED: an_index_without_its_rows,
 }

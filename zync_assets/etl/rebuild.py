@@ -109,11 +109,10 @@ def _refuse_others(transform: Transform, made: Recomputed) -> None:
     for topic in others:
         rows = _topic_rows(transform, made, topic)
         if rows is not None and not rows.isEmpty():
-            options = [part for name in (*made.topics, topic) for part in ("--topic", name)]
             raise EtlError(
                 f"topic {topic}: its outputs change, too, and its rules share the account of inputs with the rules of"
-                f" {', '.join(made.topics)}. Records that only {topic} gets would count as done. Nothing was staged. Rebuild them"
-                f" together: {pipeline.command('rebuild', *options)}"
+                f" {', '.join(made.topics)}. Records that only {topic} gets would count as done. Nothing was staged. Rebuild all:"
+                f" {pipeline.command('rebuild')}"
             )
 
 

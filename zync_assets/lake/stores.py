@@ -289,7 +289,7 @@ def missing_file(text: str) -> LakeError | None:
     )
 
 
-_STATE_CURE = " Or make the state of the views again, with the option --state of zync rebuild."
+_STATE_CURE = " Or make the state of the views again, by a rebuild with the option --state."
 
 
 def is_state_file(text: str) -> bool:
