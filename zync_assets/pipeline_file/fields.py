@@ -198,7 +198,7 @@ def tables(node: Node | None, path: str, problems: list[Problem]) -> list[tuple[
     for index, item in enumerate(node.items):
         inner = f"{path}[{index}]"
         if isinstance(item, YamlTable):
-            mappings.append((inner, item))
+            mappings.append((inner if item.at is None else f"{path}[{item.at}]", item))
         else:
             problems.append(Problem(item.line, inner, f"must be a mapping, not {kind(item)}"))
     return mappings

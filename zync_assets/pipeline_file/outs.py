@@ -181,11 +181,11 @@ def with_patterns(file: YamlTable) -> YamlTable:
     ]
     made: dict[str, list[str]] = {}
     tables = _tables(_node(file, "transforms"))
-    rules = [rule for table in tables for rule in _rules_of_inputs(table, topics, made)]
-    if rules == tables:
+    rules = [(at, rule) for at, table in enumerate(tables) for rule in _rules_of_inputs(table, topics, made)]
+    if [rule for _, rule in rules] == tables:
         return file
     outputs = {
-        name: [item for table in _tables(_node(file, name)) for item in _outputs(table, made)]
+        name: [(at, item) for at, table in enumerate(_tables(_node(file, name))) for item in _outputs(table, made)]
         for name in ("outputs", "output")
     }
     return _with(file, {"transforms": rules, **outputs})
@@ -250,11 +250,11 @@ def _mapped(table: YamlTable, changes: Mapping[str, Callable[..., Node]]) -> Yam
     return replace(table, entries=tuple(entries))
 
 
-def _with(file: YamlTable, lists: Mapping[str, Sequence[YamlTable]]) -> YamlTable:
-    """The file with other mappings in some lists."""
+def _with(file: YamlTable, lists: Mapping[str, Sequence[tuple[int, YamlTable]]]) -> YamlTable:
+    """The file with other mappings in some lists, each with the number of the mapping that it was made of."""
 
     def entry(item: YamlEntry) -> YamlEntry:
-        tables = lists.get(item.key)
-        return item if not tables else replace(item, node=Items(item.node.line, tuple(tables)))
+        tables = tuple(replace(table, at=at) for at, table in lists.get(item.key, ()))
+        return item if not tables else replace(item, node=Items(item.node.line, tables))
 
     return replace(file, entries=tuple(map(entry, file.entries)))

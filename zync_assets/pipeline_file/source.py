@@ -98,10 +98,11 @@ class YamlEntry:
 
 @dataclass(frozen=True)
 class YamlTable:
-    """A YAML mapping; keys are unique."""
+    """A YAML mapping; keys are unique. ``at``: the mapping's number in its list, if a pattern made other mappings of the list."""
 
     line: int
     entries: tuple[YamlEntry, ...]
+    at: int | None = None
 
 
 Node: TypeAlias = "Scalar | Items | YamlTable"

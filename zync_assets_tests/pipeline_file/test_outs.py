@@ -85,6 +85,7 @@ def test_all_inputs_of_a_pattern_may_have_one_output(tmp_path: Path) -> None:
             "out.where: `value.open` is not known here; write `in.value.open`",
         ),
         ("explode: in.value.items", "explode: explode(in.value.items)", 17, "`explode()` makes rows"),
+        ("out: Far, key: in.key", "out: Far, key: in.keys", 19, "transforms[2].key: `in.keys` is not known"),
         (
             '      - {topic: "{topic}.clean", key: in.key, value: in.value}',
             "      - Items",
