@@ -178,7 +178,7 @@ class Expiry:
     @property
     def reason(self) -> str:
         """Why a record expired."""
-        return f"nothing completed the record within {self.text}"
+        return f"nothing completed the record within {self.text}; raise expire-after before a replay"
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def test_expired_records_are_listed_replayed_and_emitted(
     assert it.classes(it.right) == {"pending": 2}
     found = quarantined_records(it.pipeline)
     assert [(item.offset, item.stage, item.rule) for item in found] == [(0, "etl", "join"), (1, "etl", "join")]
-    assert found[0].error == "rule join: nothing completed the record within 1m"
+    assert found[0].error == "rule join: nothing completed the record within 1m; raise expire-after before a replay"
     assert sound(it)
 
     # With a longer wait, a replay finds the counterpart that came late.
