@@ -11,7 +11,7 @@ from zync_assets.etl.rules import lookups
 from zync_assets.etl.rules.assignment import has_schema
 from zync_assets.etl.rules.kind import BLAMED, LOOK_HASH, LOOKED, RuleRecords
 from zync_assets.etl.rules.shapes import note_schema, type_sql
-from zync_assets.etl.views.key_filter import KeyFilter, listed_values, plain_field
+from zync_assets.etl.views.key_filter import KeyFilter, plain_field, with_list
 from zync_assets.etl.views.query import pruned_sql, used_columns
 from zync_assets.etl.views.state import StateFiles, StateReader
 from zync_assets.etl.views.state_index import looked_up_places
@@ -106,8 +106,7 @@ class EventRows:
         found = versions(files.versions)
         if not files.replaced:
             return found
-        replaced = versions(files.replaced).selectExpr(f"{ROW_VERSION} AS version")
-        return without_versions(found, replaced, version=ROW_VERSION)
+        return without_versions(found, versions(files.replaced), version=ROW_VERSION)
 
     def _values(self, item: Lookup, types: Sequence[DataType], frame: DataFrame, kind: TableType) -> KeyFilter:
         """The values that records look up."""
@@ -119,9 +118,5 @@ class EventRows:
         table = known.limit(MOST_VALUES + 1).toArrow() if self.small else None
         if table is None or table.num_rows > MOST_VALUES:
             return found
-        found = KeyFilter(F.broadcast(arrow_frame(self.reader.spark, table)), found.own)
-        column = plain_field(kind.state_row, item.on[0][1], item.alias)
-        if column is None or len(keys) > 1:
-            return found
-        listed = listed_values(column.dataType, sorted(set(table["z_k0"].drop_null().to_pylist())))
-        return found if listed is None else KeyFilter(found.frame, found.own, column.name, listed, values=table["z_k0"])
+        listed = with_list(found, plain_field(kind.state_row, item.on[0][1], item.alias), table)
+        return listed or KeyFilter(F.broadcast(arrow_frame(self.reader.spark, table)), found.own)

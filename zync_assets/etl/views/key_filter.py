@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -75,6 +75,14 @@ def listed_values(kind: DataType, values: Sequence[Any]) -> list[str] | None:
     if kind == spark.StringType() and all(type(value) is str for value in values):
         return [text_sql(value) for value in values]
     return None
+
+
+def with_list(found: KeyFilter, item: StructField | None, table: pa.Table) -> KeyFilter | None:
+    """The filter with fetched values in a list. ``item``: the plain column that must equal them. None if they can't be listed."""
+    if item is None or len(found.own) > 1 or (found.null_safe and table["z_k0"].null_count):
+        return None
+    listed = listed_values(item.dataType, sorted(set(table["z_k0"].drop_null().to_pylist())))
+    return None if listed is None else replace(found, frame=None, column=item.name, listed=listed, values=table["z_k0"])
 
 
 def is_kept(kind: DataType, other: DataType) -> bool:

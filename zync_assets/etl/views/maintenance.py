@@ -30,9 +30,9 @@ from zync_assets.etl.views.key_filter import (
     is_kept,
     key_columns,
     key_paths,
-    listed_values,
     plain_field,
     substituted,
+    with_list,
 )
 from zync_assets.etl.views.query import (
     CAUSE,
@@ -44,13 +44,7 @@ from zync_assets.etl.views.query import (
     outputs,
     same_sql,
 )
-from zync_assets.etl.views.state import (
-    Places,
-    Range,
-    StateFiles,
-    StateReader,
-    is_few,
-)
+from zync_assets.etl.views.state import Places, Range, StateFiles, StateReader, is_few
 from zync_assets.etl.views.state_index import looked_up_places
 from zync_assets.etl.views.tables import ROW_VERSION, TableType, null_sql, without_versions
 from zync_assets.lake.log import DataFile
@@ -281,15 +275,10 @@ class Maintenance:
 
     def _listed(self, alias: str, table: pa.Table, found: KeyFilter) -> KeyFilter:
         """Fetched values: in a list if they are of a plain column, else as a frame."""
-        item = plain_field(self.kinds[alias].state_row, found.own[0], alias)
-        listed: list[str] | None = None
-        if item is not None and len(found.own) == 1 and not (found.null_safe and table["z_k0"].null_count):
-            listed = listed_values(item.dataType, sorted(set(table["z_k0"].drop_null().to_pylist())))
-        if item is not None and listed is not None:
-            return replace(found, frame=None, column=item.name, listed=listed, values=table["z_k0"])
         from pyspark.sql import functions as F
 
-        return replace(found, frame=F.broadcast(arrow_frame(self.reader.spark, table)))
+        listed = with_list(found, plain_field(self.kinds[alias].state_row, found.own[0], alias), table)
+        return listed or replace(found, frame=F.broadcast(arrow_frame(self.reader.spark, table)))
 
     def _step_values(self, near: DataFrame, steps: Sequence[JoinStep], *, few: bool) -> list[KeyFilter | None]:
         """For each join from rows, the values that the joined rows must have; None for all rows."""
@@ -354,13 +343,9 @@ class Maintenance:
         found = self._of_versions(alias, before.versions, values, cause, places)
         pairs = None if change is None else change.pairs
         files = (*before.replaced, *(change.files.replaced if change is not None and pairs is None else ()))
-        gone = (
-            [self._of_versions(alias, files, values, (), places).selectExpr(f"{ROW_VERSION} AS version")]
-            if files
-            else []
-        )
+        gone = [self._of_versions(alias, files, values, (), places).select(ROW_VERSION)] if files else []
         if pairs is not None and change is not None and change.files.replaced:
-            gone.append(pairs.where("old_version IS NOT NULL").selectExpr("old_version AS version"))
+            gone.append(pairs.where("old_version IS NOT NULL").selectExpr(f"old_version AS {ROW_VERSION}"))
         if self.small:
             found = found.repartition(1)
         if gone:

@@ -133,7 +133,7 @@ def differences(
     that the result lacks.
 
     ``rows``: the whole result of the view's rule, ``index``; ``staged``: of its output ``topic`` (``frames.output_frame``);
-    ``head``: of the pool that has staged them; ``kind``: the type of the rule's key. EtlError as ``refuse_other_keys``.
+    ``head``: of the staging pool; ``kind``: the type of the rule's key. EtlError as ``refuse_other_keys``.
     """
     from pyspark.sql import functions as F
 

@@ -282,11 +282,11 @@ def null_sql(sql: str, kind: DataType) -> str:
 def without_versions(
     frame: DataFrame, replaced: DataFrame, *, few: bool = False, version: str = "version"
 ) -> DataFrame:
-    """The versions that are not among the replaced ones. ``few``: each task gets all replaced versions; ``version``: the column
-    of the frame."""
+    """The rows whose version is not replaced. ``few``: Spark copies the replaced versions to each task; ``version``: the column
+    of both frames."""
     from pyspark.sql import functions as F
 
     replaced = F.broadcast(replaced) if few else replaced
-    gone = replaced.selectExpr("version.partition AS z_partition", "version.offset AS z_offset")
+    gone = replaced.selectExpr(f"{version}.partition AS z_partition", f"{version}.offset AS z_offset")
     same = F.expr(f"{version}.partition = z_partition AND {version}.offset = z_offset")
     return frame.join(gone, same, "left_anti")
