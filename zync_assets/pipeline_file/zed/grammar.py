@@ -208,14 +208,24 @@ def _tree(text: str, start: str) -> Tree[Token]:
         raise ZedProblem(_end(text), "does not parse") from None
 
 
+_REFUSALS = {
+    "~": "is not supported; in Spark SQL: value.name RLIKE 'pattern'",
+    "/": "can't stand there; a pattern is text in Spark SQL: value.name RLIKE 'pattern'",
+    "=": "can't stand there; write `==` to compare, and `:=` to set a field",
+    "==": "can't stand there; a comparison has two sides, and `join-on:` compares by one `=`",
+    ";": "is not supported; write each value in its place",
+    "&": "is not supported; write `and`",
+    "|": "can't stand there; write `or` between conditions, and a `|` before each operator",
+    "like": "is not supported; in Spark SQL: value.name LIKE 'pattern%'",
+    "is": "can't stand there; write `is(value, <type>)`, or `== null`",
+    "not": "can't stand there; write `!(a in b)`",
+    "between": "is not supported; write `a >= b and a <= c`",
+}
+
+
 def _refusal(found: str) -> str:
-    if found == "~":
-        return "`~` is not supported; in Spark SQL: value.name RLIKE 'pattern'"
-    if found == "=":
-        return "`=` can't stand there; write `==` to compare, and `:=` to set a field"
-    if found == ";":
-        return "`;` is not supported; write each value in its place"
-    return f"`{found[:40]}` can't stand there"
+    reason = _REFUSALS.get(found.lower(), "can't stand there")
+    return f"`{found[:40]}` {reason}"
 
 
 def _end(text: str) -> ZedPlace:

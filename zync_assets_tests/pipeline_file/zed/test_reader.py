@@ -139,6 +139,25 @@ def test_a_problem_names_line_column_and_cure(tmp_path: Path, old: str, new: str
     assert problem in "\n".join(found_problems(tmp_path, JOIN.replace(old, new)))
 
 
+@pytest.mark.parametrize(
+    ("condition", "cure"),
+    [
+        ('value.op=="u" && value.a==1', "column 24: `&` is not supported; write `and`"),
+        ('value.op=="u" || value.a==1', "column 24: `|` can't stand there; write `or` between conditions"),
+        ("value.name LIKE 'A%'", "`LIKE` is not supported; in Spark SQL: value.name LIKE 'pattern%'"),
+        ("value.name ~ 'A'", "`~` is not supported; in Spark SQL: value.name RLIKE 'pattern'"),
+        ("grep(/A/, value.name)", "`/` can't stand there; a pattern is text in Spark SQL: value.name RLIKE 'pattern'"),
+        ("value.a is null", "`is` can't stand there; write `is(value, <type>)`, or `== null`"),
+        ("value.op not in ['u']", "`not` can't stand there; write `!(a in b)`"),
+        ("value.a between 1 and 2", "`between` is not supported; write `a >= b and a <= c`"),
+    ],
+)
+def test_an_operator_of_another_language_names_the_one_to_write(tmp_path: Path, condition: str, cure: str) -> None:
+    (problem,) = found_problems(tmp_path, JOIN.replace('value.op=="u"', condition))
+    assert problem.startswith("line 22: transforms[1].where: column ")
+    assert cure in problem
+
+
 def test_places_in_texts_of_other_forms(tmp_path: Path) -> None:
     rule = "- {type: stateless, in: TableA, out: TableC, zed: 'out:={key: in.key, value: now()}'}\n"
     (problem,) = found_problems(tmp_path, rule)
