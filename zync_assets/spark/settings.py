@@ -116,9 +116,14 @@ def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = Fal
         # By default Spark lists more than 32 files of a frame in a job. On a disk, the job takes longer than the list.
         settings.setdefault("spark.sql.sources.parallelPartitionDiscovery.threshold", "10000")
     jars = [settings[name] for name in ("spark.jars", "spark.jars.packages") if name in settings]
-    if storage.is_s3(lake) and remote in (None, SHARED) and not any("hadoop-aws" in text for text in jars):
+    own_s3 = any("hadoop-aws" in text for text in jars)
+    if storage.is_s3(lake) and remote in (None, SHARED) and not own_s3:
         s3_jars = map(str, spark_s3_jars(find_java))
         settings["spark.jars"] = ",".join([text for text in [settings.get("spark.jars")] if text] + list(s3_jars))
+    if not storage.is_s3(lake) and not own_s3:
+        # Hadoop's own class for files writes a checksum beside each file, and reads 512 bytes at a time to verify it. Look-ups
+        # in a state would take twice as long. S3A needs that class for its buffers.
+        settings.setdefault("spark.hadoop.fs.file.impl", "org.apache.hadoop.fs.RawLocalFileSystem")
     return settings
 
 
