@@ -5,22 +5,20 @@ Everything is lazy. ``commit`` runs the result rows, and ``failure_search`` runs
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 
-from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import listed_frame
-from zync_assets.etl import ledger, positions, retries, source_rows
-from zync_assets.etl.account import CHANGE, Labels, labels_of
+from zync_assets.etl import positions, source_rows
+from zync_assets.etl.account import Labels, labels_of
 from zync_assets.etl.coalescence import finished
+from zync_assets.etl.components import Component, components, whole
 from zync_assets.etl.failures import Failures
 from zync_assets.etl.frontier import OrderSpan
-from zync_assets.etl.hold import HeldRecord, Hold, Place, decide
+from zync_assets.etl.hold import Hold
 from zync_assets.etl.output_types import OutputType, output_types, questions
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlBatch, EtlPlan
@@ -30,7 +28,7 @@ from zync_assets.etl.rules.kind import Columns, Emission, Ordering, OutputColumn
 from zync_assets.etl.rules.lookups import with_lookups
 from zync_assets.etl.rules.parts import optional_columns, parts_of, several
 from zync_assets.etl.rules.shapes import learn_types, note_schema, schema_of
-from zync_assets.etl.source_rows import NO_HELD_RULES, Fetch, HeldRules, RowTimes, held_rules, row_columns
+from zync_assets.etl.source_rows import NO_HELD_RULES, HeldRules, held_rules, row_columns
 from zync_assets.etl.views.batch import Stage, ViewBatch
 from zync_assets.etl.views.event_rows import row_frames
 from zync_assets.etl.views.tables import declared_frame
@@ -48,14 +46,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _PLACES = pa.schema([("partition", pa.int32()), ("first", pa.int64())])
-
-
-class RowsWait(Exception):
-    """Records have to wait behind others of their source row, or to follow them. Nothing was done."""
-
-    def __init__(self, hold: Hold) -> None:
-        super().__init__(f"{len(hold.decision.waiting)} records wait")
-        self.hold = hold
 
 
 class JoinsChanged(Exception):
@@ -104,6 +94,12 @@ class Transform:
         return Stage(*place, self.rules, self.ordering, self.rows, reads, *about)
 
     @property
+    def components(self) -> list[Component]:
+        """The components with a query each. A large batch is one query: all outputs are numbered together."""
+        apart = self.small and self.plan.recomputed is None
+        return components(self.rules, self.ordering.places) if apart else [whole(self.rules, self.ordering.places)]
+
+    @property
     def spans(self) -> list[list[OrderSpan]]:
         """The orders of the records that go through the rules, by the statistics of their files, group by group."""
         return [[span for topic in topics for span in self._spans(topic)] for topics in self.ordering.groups.values()]
@@ -118,12 +114,25 @@ class Transform:
 
 
 @dataclass(frozen=True)
-class ResultRows:
-    """``frame``: see ``kind``. ``joins``: rule → the definition of its join hashes. ``optional``: columns of some rules."""
+class ResultFrame:
+    """The result rows of a component. ``frame``: see ``kind``. ``outputs``: their topics. ``optional``: columns of some rules."""
 
     frame: DataFrame
-    joins: Mapping[str, str]
+    outputs: frozenset[str]
     optional: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class ResultRows:
+    """``frames``: of components that share no topic. ``joins``: rule → the definition of its join hashes."""
+
+    frames: Sequence[ResultFrame]
+    joins: Mapping[str, str]
+
+    @property
+    def frame(self) -> DataFrame:
+        """All rows."""
+        return union(item.frame for item in self.frames)
 
 
 def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
@@ -213,19 +222,22 @@ def result_rows(
         for index, rule in of_records
         if index not in others and rule.part_of is None and rule.name in types[rule.out].targets
     }
-    parts = [
-        singles(
-            assignment,
-            rules,
-            {index: target for index, target in targets.items() if topic in rules[index].topics},
-            [index for index in others if topic in rules[index].topics],
-            [index for index in untyped if topic in rules[index].topics],
-            columns,
-            held=bool(transform.held),
-        )
+    parts = {
+        topic: [
+            singles(
+                assignment,
+                rules,
+                {index: target for index, target in targets.items() if topic in rules[index].topics},
+                [index for index in others if topic in rules[index].topics],
+                [index for index in untyped if topic in rules[index].topics],
+                columns,
+                held=bool(transform.held),
+            )
+        ]
         for topic, assignment in assignments.items()
-    ]
-    parts += _released(transform, pending.hold, failures, targets, columns)
+    }
+    for topic, found in _released(transform, pending.hold, failures, targets, columns):
+        parts.setdefault(topic, []).append(found)
     each = [_rule_records(transform, index, assignments) for index in others]
     changed = {records.rule.name for records in each if _is_changed(plan, records)}
     # Records that waited behind others when their output was held.
@@ -239,17 +251,38 @@ def result_rows(
         outputs = parts_of(rules, types, records.rule) if target is not None and records.rule.name in manifold else []
         emission = Emission(target, columns, transform.ordering, transform.small, bool(transform.held), rows, outputs)
         waiting = _pending_frames(transform, records, pending, failures)
-        parts += kind_of(records.rule).results(records, waiting, emission)
-    merges = any(transform.pipeline.output(rule.out).coalesce for rule in rules)
-    held = bool(transform.held)
-    optional = optional_columns(
-        [records.rule for records in each if records.frames], manifold, merges=merges and bool(parts), held=held
-    )
+        parts.setdefault(records.rule.topics[0], []).extend(kind_of(records.rule).results(records, waiting, emission))
     joins = {records.rule.name: records.join for records in each if records.join is not None}
-    together = transform.small
-    found = finished(union(parts), transform.pipeline, rules, types, together=together, held=held) if parts else None
-    each = [*([] if found is None else [found]), *(views.rows if views is not None else ())]
-    return ResultRows(union(each or [no_rows(transform)]), joins, optional)
+    made = [_result_frame(transform, item, parts, each, views) for item in transform.components]
+    empty = ResultFrame(no_rows(transform), frozenset())
+    return ResultRows([item for item in made if item is not None] or [empty], joins)
+
+
+def _result_frame(
+    transform: Transform,
+    component: Component,
+    parts: Mapping[str, Sequence[DataFrame]],
+    records: Sequence[RuleRecords],
+    views: ViewBatch | None,
+) -> ResultFrame | None:
+    """The result rows of a component. ``parts``: input topic → result rows of its records. None if there are none."""
+    pipeline, held = transform.pipeline, bool(transform.held)
+    rules = [rule for rule in transform.rules if rule.out in component.outputs]
+    own = [frame for topic, frames in parts.items() if topic in component.inputs for frame in frames]
+    merges = any(pipeline.output(rule.out).coalesce for rule in rules)
+    with_records = [item.rule for item in records if item.frames and item.rule.out in component.outputs]
+    optional = optional_columns(with_records, several(rules), merges=merges and bool(own), held=held)
+    each: list[DataFrame] = []
+    if own:
+        together = transform.small
+        each.append(
+            finished(
+                union(own), pipeline, transform.rules, component.outputs, transform.types, together=together, held=held
+            )
+        )
+    if component.views and views is not None:
+        each += views.rows
+    return ResultFrame(union(each), component.outputs, optional) if each else None
 
 
 def no_rows(transform: Transform) -> DataFrame:
@@ -261,84 +294,7 @@ def no_rows(transform: Transform) -> DataFrame:
     return transform.spark.range(0).selectExpr(*parts).selectExpr(*columns, "CAST(NULL AS bigint) AS hash")
 
 
-def check_rows(
-    transform: Transform, times: RowTimes, fetch: Fetch, hold: Hold, known: Failures, *, settled: bool
-) -> None:
-    """RowsWait if records of held outputs have to wait behind others of their source row, or to follow them.
-
-    ``times``, ``fetch``, ``settled``: of the batch's results (``Results``). ``hold``: the decision that the results followed.
-    """
-    if not transform.held:
-        return
-    plan, state, labels = transform.plan, transform.plan.state, transform.labels
-    held = {rule.name: rule for rule in transform.rules if rule.held}
-    failed = {failure.place for failure in known.of(plan, old=True)}
-    waits_in = state if state is not None and any(plan.head.waiting.values()) else None
-    rows, before = times.in_question(), np.array([], np.int64)
-    if waits_in is not None:
-        joining = {rule.name for rule in held.values() if rule.sides[0].keys}
-        expired = {
-            (item.topic, item.part.partition, offset)
-            for item in plan.reopening.expired
-            for offset in range(item.part.first, item.part.end)
-            if item.kind == "pending"
-        }
-        before = ledger.rows_before(waits_in, times.single, times.completed, joining)
-        before = np.union1d(before, ledger.rows_at(waits_in, failed | expired))
-    rows = np.union1d(rows, before)
-    if not len(before if settled else rows):
-        return
-    records, rows, freed = source_rows.records_in_question(fetch, rows)
-    entries = ledger.NO_ENTRIES if waits_in is None else ledger.pending_in(waits_in, rows)
-    waiting: frozenset[Place] = frozenset()
-    if not failed and not plan.reopening.parts:
-        plain, waits = source_rows.plainly_waiting(records, entries, freed, transform.held, labels)
-        waiting = frozenset(source_rows.places(records.filter(pa.array(waits)), labels))
-        plain_rows = pc.unique(records.filter(pa.array(plain))["row"])
-        records = records.filter(pa.array(~plain))
-        entries = entries.filter(pc.invert(pc.is_in(entries["row"], plain_rows)))
-    gone = failed | hold.decision.ended | {*source_rows.places(records, labels)}
-    again = retries.spans_of(plan.reopening.parts)
-    rules: dict[Place, str] = {}
-    seen = {place: position.seen for place, position in plan.head.inputs.items()}
-    each = list(source_rows.held_records(records, transform.held, labels, seen))
-    for entry in entries.to_pylist():
-        place: Place = entry["topic"], entry["partition"], entry["first"]
-        rule = held.get(entry["rule"])
-        if rule is None or retries.is_in(again, place, "pending"):
-            continue
-        rules[place] = rule.name
-        if place not in gone:
-            row, joins, changes = (rule.out, entry["row"]), bool(rule.sides[0].keys), entry["text"] == CHANGE
-            each.append(HeldRecord(place, rule.name, row, True, None, joins, entry["hash"], changes=changes))
-    decision = decide(_with_sequences(transform, each))
-    decision = replace(decision, waiting=decision.waiting | waiting)
-    if not hold.covers(decision):
-        raise RowsWait(hold.extended(decision, rules))
-
-
-def _with_sequences(transform: Transform, records: Sequence[HeldRecord]) -> list[HeldRecord]:
-    """The records, with ``sequence`` where a row has records below *seen* in several partitions: the key moved."""
-    partitions: dict[object, set[int]] = defaultdict(set)
-    for item in records:
-        if item.before and item.row is not None:
-            partitions[item.row].add(item.place[1])
-    moved = [item for item in records if item.before and len(partitions[item.row]) > 1]
-    orders = {item.place: item.order for item in moved if item.order is not None}
-    unread = {item.place for item in moved} - orders.keys()
-    for topic in sorted({topic for topic, *_ in unread}):
-        state = transform.plan.raw[topic]
-        assert state is not None
-        frame = transform.ordering.carried(
-            _records_at(transform, state, [at[1:] for at in unread if at[0] == topic]), topic
-        )
-        order = transform.ordering.sql(topic, "kafka.partition", "kafka.offset")
-        for row in frame.selectExpr("kafka.partition AS part", "kafka.offset AS offset", f"{order} AS ord").collect():
-            orders[topic, row["part"], row["offset"]] = tuple(row["ord"])
-    return [replace(item, sequence=orders[item.place]) if item.place in orders else item for item in records]
-
-
-def _records_at(transform: Transform, state: RawState, places: Sequence[tuple[int, int]]) -> DataFrame:
+def records_at(transform: Transform, state: RawState, places: Sequence[tuple[int, int]]) -> DataFrame:
     """The raw records at some places (partition, offset)."""
     spans = sorted({(partition, offset // frames.SPAN) for partition, offset in places})
     within = [OffsetRange(part, span * frames.SPAN, (span + 1) * frames.SPAN) for part, span in spans]
@@ -415,19 +371,17 @@ def _released(
     failures: Failures,
     targets: Mapping[int, OutputColumns],
     columns: Columns,
-) -> list[DataFrame]:
-    """The results of pending records of earlier batches that follow the record before them."""
-    parts: list[DataFrame] = []
+) -> Iterator[tuple[str, DataFrame]]:
+    """The results of pending records of earlier batches that follow the record before them, with the topic of the records."""
     index = {rule.name: at for at, rule in enumerate(transform.rules)}
     for (name, topic), places in hold.released().items():
         state, at = transform.plan.raw[topic], index.get(name, -1)
         if state is None or at not in targets:
             continue
-        found = _records_at(transform, state, places).selectExpr("*", "true AS old")
+        found = records_at(transform, state, places).selectExpr("*", "true AS old")
         frame = _old_records(transform, hold, failures, topic, found)
         item = Assignment(transform.pipeline.input(topic), transform.ordering, frame, [(at, "true")], decided=True)
-        parts.append(singles(item, transform.rules, {at: targets[at]}, [], [], columns, held=True))
-    return parts
+        yield topic, singles(item, transform.rules, {at: targets[at]}, [], [], columns, held=True)
 
 
 def _is_changed(plan: EtlPlan, records: RuleRecords) -> bool:

@@ -8,7 +8,7 @@ merged output lists the raw records of all merged changes. Each done record is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zync_assets.etl.encodability import left_out
@@ -66,23 +66,25 @@ def finished(
     results: DataFrame,
     pipeline: Pipeline,
     rules: Sequence[Rule],
+    outputs: Collection[str],
     types: Mapping[str, OutputTypes],
     *,
     together: bool,
     held: bool,
 ) -> DataFrame:
-    """The result rows of a batch, without dropped outputs, and with merged ones. ``together``: one task runs the whole batch;
-    ``held``: an output is held."""
-    results = without_dropped(results, rules)
-    if any(pipeline.output(rule.out).coalesce for rule in rules):
+    """The result rows of a batch, without dropped outputs, and with merged ones. ``outputs``: the topics of the rows;
+    ``together``: one task runs the whole batch; ``held``: an output is held."""
+    results = without_dropped(results, [rule for rule in rules if rule.out in outputs])
+    merging = [topic for topic in dict.fromkeys(rule.out for rule in rules) if topic in outputs]
+    merging = [topic for topic in merging if pipeline.output(topic).coalesce]
+    if merging:
         known = [] if "olds" in results.columns else ["CAST(NULL AS array<boolean>) AS olds"]
         known += ["CAST(NULL AS array<struct<row: bigint, changes: boolean>>) AS rows"] if held else []
         results = results.selectExpr("*", *known, "CAST(NULL AS array<int>) AS takers")
         # Rows of one task need no shuffle.
         results = results.coalesce(1) if together else results
-    for topic in dict.fromkeys(rule.out for rule in rules):
-        if pipeline.output(topic).coalesce:
-            results = coalesced(results, rules, topic, types[topic].targets, pipeline.unavailable_value)
+    for topic in merging:
+        results = coalesced(results, rules, topic, types[topic].targets, pipeline.unavailable_value)
     return results
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -22,45 +22,41 @@ from zync_assets.audit.guard import refuse_blocks, refuse_disorder
 from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError, FieldMissing
-from zync_assets.etl import account, positions
-from zync_assets.etl.account import Labels
-from zync_assets.etl.batch import JoinsChanged, RowsWait, Transform, check_rows, result_rows, transform_of
+from zync_assets.etl import account
+from zync_assets.etl.batch import JoinsChanged, Transform, result_rows, transform_of
 from zync_assets.etl.due import begun, due_records
-from zync_assets.etl.encodability import EncodingFailures, size_limits, suspect_sql
+from zync_assets.etl.encodability import EncodingFailures
 from zync_assets.etl.failure_search import find_failures
 from zync_assets.etl.failures import Failures, quarantined, undecoded_rows
 from zync_assets.etl.hold import NO_HOLD
 from zync_assets.etl.ledger import compact_ledger
-from zync_assets.etl.output_files import BucketWriter, Results
-from zync_assets.etl.partitions import Partitions, counts_of, topic_partitions, with_partition_columns
+from zync_assets.etl.numbering import Numbering
+from zync_assets.etl.output_files import Results
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, looking_again, with_parts, with_raw
-from zync_assets.etl.positions import Numbered, Outcome, new_counts, next_head, output_positions, table_schema
-from zync_assets.etl.rebuild import is_rebuilt, rebuild_account, rebuild_bounds, rebuild_rows, refuse_failures
+from zync_assets.etl.positions import Outcome, new_counts, next_head, output_positions, table_schema
+from zync_assets.etl.rebuild import is_rebuilt, rebuild_account, rebuild_rows, refuse_failures
 from zync_assets.etl.result_checks import Positions, check_classes, output_ends, overdue_failures, without_rows
 from zync_assets.etl.retries import carve
+from zync_assets.etl.row_checks import RowsWait, check_rows
 from zync_assets.etl.rule_changes import fingerprints
-from zync_assets.etl.rules import assignment
-from zync_assets.etl.rules.kind import LACKING, MISSING, SEVERAL, OutputColumns, union
+from zync_assets.etl.rules.kind import MISSING, SEVERAL, union
 from zync_assets.etl.rules.missing_fields import with_missing_fields
 from zync_assets.etl.rules.parts import several_topics
-from zync_assets.etl.topic_outputs import TopicOutputs, row_sql, staged_topic
 from zync_assets.etl.views.batch import ViewBatch, view_batch
 from zync_assets.etl.views.changes import APPLIED, RowFailures
 from zync_assets.etl.views.state_fold import fold_state
 from zync_assets.etl.waits import time_of
-from zync_assets.lake import raw, staging, storage
+from zync_assets.lake import staging, storage
 from zync_assets.lake.head import Partitioning
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine_table import QuarantinedRecord, admit
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Pipeline, Rule
+from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file.references import with_lake_names
 from zync_assets.pipeline_file.zed.types import with_topic_types
 from zync_assets.spark.failures import spark_failures
-from zync_assets.spark.sql import name_sql
-from zync_assets.spark.tasks import BATCH_BYTES, MEASURED
 from zync_assets.upkeep import apply_retention, keep_up
 
 if TYPE_CHECKING:
@@ -264,90 +260,34 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
     from py4j.protocol import Py4JError
     from pyspark.errors import AnalysisException, PySparkException
 
-    plan, pipeline, types, labels = transform.plan, transform.pipeline, transform.types, transform.labels
-    present: set[str] = set()
-
-    def columns(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
-        # Notes the columns here, because ``frame.columns`` takes as long as the analysis of the whole batch.
-        made = assignment.columns(rule, target)
-        present.update(name for name, _ in made)
-        return made
-
+    plan = transform.plan
     folder = f"batch-{plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
-    uri = storage.staging_uri(pipeline.lake, plan.pool)
+    uri = storage.staging_uri(transform.pipeline.lake, plan.pool)
     results: Results | None = None
     views: ViewBatch | None = None
-    partitions: dict[str, Partitions] = {}
+    numbering = Numbering(transform, uri, folder, outputs)
     done = False
     try:
-        views = view_batch(transform.stage(known), uri, folder, columns)
+        views = view_batch(transform.stage(known), uri, folder, numbering.columns)
         if plan.recomputed is None:
-            rows = result_rows(transform, pending, known, columns, views)
+            rows = result_rows(transform, pending, known, numbering.columns, views)
         else:
             rows = rebuild_rows(transform)
-            present.update(rows.frame.columns)
-        limits = size_limits(pipeline, types)
-        counts = counts_of(outputs)
-        # An output that the file has no more keeps its place in the account.
-        known_topics = {topic for topic in counts if topic in types and present.issuperset(types[topic].columns)}
-        partitions, partitionings = topic_partitions(
-            pipeline, plan.head, {topic: types[topic] for topic in counts if topic in known_topics}, labels, counts
-        )
-        topics = [
-            staged_topic(
-                types[topic],
-                f"{folder}/topic={topic}",
-                [outputs[topic, partition].next for partition in range(counts[topic])],
-                labels,
-                limits.get(topic),
-                partitions[topic],
-            )
-            for topic in partitions
-        ]
-        frame = with_partition_columns(rows.frame, pipeline, partitions, labels, present)
-        suspect = suspect_sql(pipeline, labels, types, present, limits)
-        wanted = row_sql(topics, labels, suspect, pipeline.unavailable_value, lacking=LACKING in present)
-        about = ["kind", "rule", "source", "last", "waited", "hash"]
-        wanted += rows.optional
-        row, order = (
-            ["row", "other_row", "changes", f"{_ends_sql(topics, labels)} AS ends"],
-            ["ords", "joined", "exact"],
-        )
-        held, small = bool(transform.held), transform.small
-        if held:
-            wanted += [*row, *order] if small else row
-        parts = transform.ordering.parts
-        bounds = positions.bucket_bounds(transform.spans, parts)
-        if plan.recomputed is not None:
-            bounds = rebuild_bounds(transform, parts)
-        # A single bucket has no earlier buckets to count. Spark takes milliseconds to make each topic's column.
-        numbered_topics = partitions if bounds else {}
-        outs = [Numbered(labels.of_topic(name), item.count, item.column()) for name, item in numbered_topics.items()]
-        ties = ["follows"] if held and pending.hold is not NO_HOLD else []
-        unused = [*([] if small else order), *([] if ties else ["follows"])] if held else ()
-        ties += ["number"] if "number" in rows.optional else []
-        numbered = positions.arranged(frame, parts, bounds, wanted, outs, together=small, ties=ties, unused=unused)
-
-        def records() -> DataFrame:
-            return positions.arranged(rows.frame, parts, bounds, [*about, *row, *order], [], ties=["follows"])
-
-        settles, measured = small and pending.hold is NO_HOLD, _has_large_records(transform)
-        writer = BucketWriter(uri, topics, labels, held=transform.held, settles=settles)
-        results = Results(transform.spark, numbered, writer, small=small, measured=measured, records=records)
+        results = numbering.results(rows, pending.hold)
         results.facts += views.facts if views is not None else ()
         if any(fact.kind in (MISSING, SEVERAL) for fact in results.facts):
             raise RowFailures(without_rows(transform, rows.frame))
         check_classes(transform, results)
         check_rows(transform, results.times, results.held_records, pending.hold, known, settled=results.settled)
         ends = output_ends(plan, results, outputs)
-        staged = Staged(transform, uri, folder, known, pending, rows.joins, results, ends, partitionings, views)
+        staged = Staged(transform, uri, folder, known, pending, rows.joins, results, ends, numbering.kept, views)
         done = True
         return staged
     except AnalysisException:
         raise
     except (PySparkException, Py4JError) as error:
         # Before the state of tables is removed, which the rules read.
-        found = find_failures(transform, pending, known, views, partitions)
+        found = find_failures(transform, pending, known, views, numbering.partitions)
         if not found:
             raise error
         raise RowFailures(found) from error
@@ -356,29 +296,6 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
             if results is not None:
                 results.release()
             storage.remove_files(storage.join(uri, folder))
-
-
-def _ends_sql(topics: Sequence[TopicOutputs], labels: Labels) -> str:
-    """Whether an output is a tombstone, or a record without a rule deletes its source row."""
-    cases: list[str] = []
-    for staged in topics:
-        value = staging.value_column(staged.topic)
-        null = f"{name_sql(value)} IS NULL" if value in staged.columns else "true"
-        cases.append(f"WHEN rule IN ({labels.of_topic(staged.topic)}) THEN {null}")
-    return f"CASE WHEN kind <> 'out' THEN coalesce(deletes, false) {' '.join(cases)} ELSE false END"
-
-
-def _has_large_records(transform: Transform) -> bool:
-    """Whether records may be large.
-
-    Records may be large if the mean record size of a new or pending input's file is, or if the pipeline file limits the
-    bytes of an Arrow batch.
-    """
-    plan = transform.plan
-    topics = {topic for (_, topic), count in plan.head.waiting.items() if count}
-    old = (raw.raw_files(state) for topic, state in plan.raw.items() if state is not None and topic in topics)
-    files = [item for each in (*transform.files.values(), *old) for item in each]
-    return BATCH_BYTES in transform.pipeline.spark or any(item.size > MEASURED * item.records for item in files)
 
 
 def _admit(pipeline: Pipeline, plan: EtlPlan, known: Failures, place: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pickle
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from zync_assets.etl.topic_outputs import OutputFile, TopicOutputs
 from zync_assets.lake import staging
 from zync_assets.lake.log import DataFile
 from zync_assets.spark.failures import ignore_release_errors
-from zync_assets.spark.tasks import tune_worker, unmeasured
+from zync_assets.spark.tasks import slots, tune_worker, unmeasured
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -196,38 +197,47 @@ def _result(found: object, entries: pa.RecordBatch | None, records: pa.RecordBat
     return pa.RecordBatch.from_arrays([pa.array([each], pa.binary()) for each in row], ["found", "entries", "records"])
 
 
+@dataclass(frozen=True)
+class ResultQuery:
+    """``rows``: result rows in buckets (``positions.arranged``), as ``row_sql`` has them; ``writer``: of their outputs."""
+
+    rows: DataFrame
+    writer: BucketWriter
+
+
 class Results:
     """The results of a batch's rows. Call ``release`` at the end of the batch."""
 
     def __init__(
         self,
         spark: SparkSession,
-        rows: DataFrame,
-        writer: BucketWriter,
+        queries: Sequence[ResultQuery],
         *,
         small: bool,
         measured: bool = False,
         records: Callable[[], DataFrame] | None = None,
     ) -> None:
-        """Runs the batch's query. Raises what a task raised.
+        """Runs the batch's queries. Raises what a task raised.
 
-        ``rows``: arranged, with the columns of ``row_sql``; ``small``: the account is fetched at once; ``measured``: rows
+        ``queries``: a single one unless ``small``; ``small``: the account is fetched at once; ``measured``: rows
         may be so large that a thousand of them are not to be held at once; ``records``: a function that
-        returns the rows with the columns of ``HeldRules.records``, if ``rows`` lack them.
+        returns the rows with the columns of ``HeldRules.records``, if the queries' rows lack them.
         """
         from pyspark import StorageLevel
 
         self._spark = spark
-        self._made = rows.mapInArrow(writer.run, _RESULT)
+        self._made = [query.rows.mapInArrow(query.writer.run, _RESULT) for query in queries]
         self._kept = not small
+        writer = queries[0].writer
         self._record_rows, self._record_task, self._cache = records, writer.held.record_task, StorageLevel.DISK_ONLY
         self._records: DataFrame | None = None
         if self._kept:
             # Which of the entries are needed, and where, is known when all is counted.
-            self._made = self._made.persist(StorageLevel.DISK_ONLY)
+            self._made = [frame.persist(StorageLevel.DISK_ONLY) for frame in self._made]
+        wanted = self._made if small else [frame.where("found IS NOT NULL").select("found") for frame in self._made]
         try:
             with nullcontext() if measured else unmeasured(spark):
-                fetched = (self._made if small else self._made.where("found IS NOT NULL").select("found")).collect()
+                fetched = _collected(spark, wanted)
             tasks = [_written(row["found"]) for row in fetched if row["found"] is not None]
         except BaseException:
             self.release()
@@ -240,7 +250,7 @@ class Results:
         self.nullable = frozenset(one for each in tasks for one in each.nullable)
         self.times = source_rows.joined([each.times for each in tasks])
         """The source rows of the results."""
-        self.settled = len(tasks) == 1 and tasks[0].settled
+        self.settled = len(tasks) == len(queries) and all(each.settled for each in tasks)
         """Whether the results follow the decision on these source rows, as far as the batch alone tells."""
         self._fetched = fetched if small else None
         self._entries = _unpacked(fetched, "entries", ENTRIES) if small else None
@@ -249,7 +259,8 @@ class Results:
         """The rows of ``account.ENTRIES``, fetched to the driver."""
         if self._entries is not None:
             return self._entries
-        rows = self._made.collect()
+        [made] = self._made
+        rows = made.collect()
         _raise_errors(row["found"] for row in rows)
         return _unpacked(rows, "entries", ENTRIES)
 
@@ -268,13 +279,21 @@ class Results:
         if self._entries is not None:
             # The entries of the query that ran. A second run of the query would write its files again.
             return arrow_frame(self._spark, self._entries)
-        return self._made.mapInArrow(_entry_rows, spark_schema(ENTRIES))
+        [made] = self._made
+        return made.mapInArrow(_entry_rows, spark_schema(ENTRIES))
 
     def release(self) -> None:
-        for frame in (self._made if self._kept else None, self._records):
-            if frame is not None:
-                with ignore_release_errors():
-                    frame.unpersist()
+        for frame in (*(self._made if self._kept else ()), *([] if self._records is None else [self._records])):
+            with ignore_release_errors():
+                frame.unpersist()
+
+
+def _collected(spark: SparkSession, frames: Sequence[DataFrame]) -> list[Row]:
+    """The rows of all frames. Several queries run at the same time: one is planned while another one's task runs."""
+    if len(frames) == 1:
+        return frames[0].collect()
+    with ThreadPoolExecutor(slots(spark)) as threads:
+        return [row for rows in threads.map(lambda frame: frame.collect(), frames) for row in rows]
 
 
 def _place(file: DataFile) -> tuple[str, int, int]:

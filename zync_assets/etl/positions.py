@@ -83,6 +83,7 @@ def arranged(
     outs: Sequence[Numbered],
     *,
     together: bool = False,
+    query: int = 0,
     ties: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> DataFrame:
@@ -91,13 +92,16 @@ def arranged(
     Without buckets before, ``starts`` is null.
 
     ``parts``: the names of the parts of ``ord``; ``outs``: the output topics;
-    ``together``: there is one bucket, and what comes before is made in the same task; ``ties``: columns that order rows
-    of one ``ord``; ``unused``: columns of the rows that are not in ``columns``, and would be shuffled for nothing.
+    ``together``: there is one bucket, and what comes before is made in the same task; ``query``: the number of that bucket, by
+    which the queries of one batch differ; ``ties``: columns that order rows of one ``ord``; ``unused``: columns of the rows that
+    are not in ``columns``, and would be shuffled for nothing.
     """
     # Numbers, each for itself: a number that comes first is what Spark sorts by, without a look at the row.
     order = [f"ord.{name} AS ord_{name}" for name in parts]
     found = results.selectExpr(
-        f"* EXCEPT ({', '.join(['ord', *unused])})", *order, f"{_bucket_sql(bounds, parts)} AS bucket"
+        f"* EXCEPT ({', '.join(['ord', *unused])})",
+        *order,
+        f"{_bucket_sql(bounds, parts) if bounds else query} AS bucket",
     )
     found = found.coalesce(1) if together else found.repartitionById(len(bounds) + 1, "bucket")
     # Spark sorts a null first: an output comes before the outputs that follow it.

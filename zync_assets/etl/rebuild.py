@@ -31,7 +31,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.fields import fields_of, original
 from zync_assets.errors import CommitConflict, EtlError
 from zync_assets.etl import positions
-from zync_assets.etl.batch import ResultRows, Transform, no_rows
+from zync_assets.etl.batch import ResultFrame, ResultRows, Transform, no_rows
 from zync_assets.etl.failures import Failure, Place
 from zync_assets.etl.partitions import by_in_lake_names, by_sql
 from zync_assets.etl.plan import EtlPlan, Recomputed, plan_etl
@@ -95,7 +95,7 @@ def rebuild_rows(transform: Transform) -> ResultRows:
     _refuse_others(transform, made)
     found = [rows for topic in made.topics if (rows := _topic_rows(transform, made, topic)) is not None]
     frame = union(found) if found else no_rows(transform).selectExpr("*", "true AS extra")
-    return ResultRows(frame, {}, ["extra"])
+    return ResultRows([ResultFrame(frame, frozenset(transform.types), ["extra"])], {})
 
 
 def _refuse_others(transform: Transform, made: Recomputed) -> None:

@@ -197,7 +197,8 @@ class HeldRules:
         paired = {item.place for item in each if item.joins and item.other is not None}
         if pc.any(found["old"]).as_py() or decision.ended & paired:
             return None
-        at = dict(zip(places(found, labels), found["result"].to_pylist(), strict=True))
+        indexes = found["result"].to_numpy() & ((1 << _BUCKET) - 1)
+        at = dict(zip(places(found, labels), indexes.tolist(), strict=True))
         completed = {item.order: at[item.place] for item in each if item.place in paired}
         return Settled(applied(rows, decision, at, completed), True)
 

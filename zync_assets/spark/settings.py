@@ -78,6 +78,8 @@ _DEFAULTS = {
     "spark.sql.parquet.pushdown.inFilterThreshold": str(MOST_IN),
     # A list of few values is not a part of the compiled code either.
     "spark.sql.optimizer.inSetConversionThreshold": "0",
+    # Spark writes each query's plan as text for a page that nobody looks at. Spark's default form takes longer.
+    "spark.sql.ui.explainMode": "simple",
     "spark.redaction.regex": SECRET,
     # A record that overflows the stack fails its task, and so can be found. Spark would end its JVM, and with it a server
     # that other pipelines use.

@@ -12,7 +12,7 @@ from pyspark.errors import PySparkException
 
 from zync_assets.errors import LakeError
 from zync_assets.etl.account import Fact, Labels
-from zync_assets.etl.output_files import BucketWriter, Results
+from zync_assets.etl.output_files import BucketWriter, ResultQuery, Results
 from zync_assets.etl.partitions import Partitions
 from zync_assets.etl.positions import Numbered, arranged
 from zync_assets.etl.topic_outputs import TopicOutputs, row_sql
@@ -61,7 +61,9 @@ def test_the_numbers_follow_the_order_over_all_buckets(
     before = spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch")
     spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", 2)
     try:
-        found = Results(spark, made(spark, bounds), BucketWriter(str(tmp_path), TOPICS, LABELS, group), small=small)
+        found = Results(
+            spark, [ResultQuery(made(spark, bounds), BucketWriter(str(tmp_path), TOPICS, LABELS, group))], small=small
+        )
     finally:
         spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", str(before))
     assert sorted(found.facts, key=str) == sorted(
@@ -134,7 +136,7 @@ def test_each_partition_of_a_topic_is_numbered_by_itself(
     spark: SparkSession, tmp_path: Path, bounds: list[int]
 ) -> None:
     topics, rows = made_in_partitions(spark, bounds)
-    found = Results(spark, rows, BucketWriter(str(tmp_path), topics, LABELS), small=True)
+    found = Results(spark, [ResultQuery(rows, BucketWriter(str(tmp_path), topics, LABELS))], small=True)
     kept = [row for item in found.files for row in pq.read_table(tmp_path / item.path, partitioning=None).to_pylist()]
     for topic, count in (("a", 3), ("b", 2)):
         for partition in range(count):
@@ -169,7 +171,7 @@ def test_what_a_batch_of_arrow_s_may_hold_is_as_it_was_afterwards(spark: SparkSe
     names = [f"spark.sql.execution.arrow.max{what}PerBatch" for what in ("Bytes", "Records")]
     before = [spark.conf.get(name) for name in names]
     none = made(spark, []).where("false")
-    found = Results(spark, none, BucketWriter(str(tmp_path), TOPICS, LABELS), small=False)
+    found = Results(spark, [ResultQuery(none, BucketWriter(str(tmp_path), TOPICS, LABELS))], small=False)
     assert (list(found.files), found.facts, found.few_entries().num_rows) == ([], [], 0)
     found.release()
     assert [spark.conf.get(name) for name in names] == before
@@ -179,7 +181,7 @@ def test_a_batch_that_can_t_be_written_leaves_nothing_in_spark_s_cache(spark: Sp
     place = tmp_path / "lake"
     place.write_text("a file where a folder is needed")
     with pytest.raises(LakeError, match="can't be written"):
-        Results(spark, made(spark, []), BucketWriter(str(place), TOPICS, LABELS), small=False)
+        Results(spark, [ResultQuery(made(spark, []), BucketWriter(str(place), TOPICS, LABELS))], small=False)
     assert spark._jsparkSession.sharedState().cacheManager().isEmpty()  # type: ignore[operator]
 
 
@@ -187,7 +189,7 @@ def test_a_batch_that_can_t_be_written_leaves_nothing_in_spark_s_cache(spark: Sp
 def test_entries_that_spark_lost_and_can_t_make_again_are_an_error(spark: SparkSession, tmp_path: Path) -> None:
     """A recomputed task writes its files again. If the write fails, the task ends without an error, but has fewer entries."""
     place = tmp_path / "lake"
-    found = Results(spark, made(spark, [30]), BucketWriter(str(place), TOPICS, LABELS), small=False)
+    found = Results(spark, [ResultQuery(made(spark, [30]), BucketWriter(str(place), TOPICS, LABELS))], small=False)
     assert len(found.few_entries()) == 3
     for kept in spark.sparkContext._jsc.getPersistentRDDs().values():  # type: ignore[union-attr]
         manager = spark.sparkContext._jvm.org.apache.spark.SparkEnv.get().blockManager()  # type: ignore[union-attr]
@@ -218,6 +220,6 @@ def test_large_rows_among_small_ones_fit_in_memory(spark: SparkSession, tmp_path
         "CAST(NULL AS string) AS `value:b`",
     )
     rows = arranged(large, PARTS, [], row_sql(TOPICS, LABELS, "false", None), [Numbered("0"), Numbered("1")])
-    found = Results(spark, rows, BucketWriter(str(tmp_path), TOPICS, LABELS), small=small)
+    found = Results(spark, [ResultQuery(rows, BucketWriter(str(tmp_path), TOPICS, LABELS))], small=small)
     assert sum(item.records for item in found.files) == 16_000
     found.release()
