@@ -36,9 +36,16 @@ from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, looking_again, with_parts, with_raw
 from zync_assets.etl.positions import Outcome, new_counts, next_head, output_positions, table_schema
 from zync_assets.etl.rebuild import is_rebuilt, rebuild_account, rebuild_rows, refuse_failures
-from zync_assets.etl.result_checks import Positions, check_classes, output_ends, overdue_failures, without_rows
+from zync_assets.etl.result_checks import (
+    Positions,
+    RowsWait,
+    check_classes,
+    check_rows,
+    output_ends,
+    overdue_failures,
+    without_rows,
+)
 from zync_assets.etl.retries import carve
-from zync_assets.etl.row_checks import RowsWait, check_rows
 from zync_assets.etl.rule_changes import fingerprints
 from zync_assets.etl.rules.kind import MISSING, SEVERAL, union
 from zync_assets.etl.rules.missing_fields import with_missing_fields

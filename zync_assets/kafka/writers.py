@@ -1,20 +1,37 @@
-"""Writes to several partitions of a topic at the same time, with a writer for each partition (``writer.InOrder``).
+"""Writers beside ``writer.InOrder``: for several partitions at the same time, and for records with their own timestamps.
 
-The writers share a producer, and one thread hands over a chunk of each partition in turn. Producers of their own, and a thread
-for each, would wait for each other most of the time.
+``Writers`` has an ``InOrder`` for each partition. They share a producer, and one thread hands over a chunk of each partition in
+turn. Producers of their own, and a thread for each, would wait for each other most of the time.
+
+``TimedWriter`` writes records with timestamps to one partition, so that record k gets offset k. ``InOrder`` is faster, and takes
+no timestamps: it hands whole columns over to librdkafka. The promises are the same: one idempotent producer in order, which
+sends nothing after a record that was not accepted, and which checks each offset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import pyarrow as pa
+from confluent_kafka import KafkaError as ClientError
+from confluent_kafka import KafkaException, Message
 
-from zync_assets.kafka.topics import high_watermarks
-from zync_assets.kafka.writer import InOrder, SharedProducer
+from zync_assets.errors import ForeignRecord, RecordTooLarge
+from zync_assets.kafka.client import Connection
+from zync_assets.kafka.topics import high_watermark, high_watermarks, max_message_bytes
+from zync_assets.kafka.writer import (
+    BATCH_OVERHEAD,
+    PROMISES,
+    STALL_SECONDS,
+    InOrder,
+    SharedProducer,
+    batch_size,
+)
 from zync_assets.offsets import OffsetRange
 
 Windows = Mapping[int, Sequence[pa.RecordBatch]]
@@ -83,3 +100,151 @@ class Writers:
             for writer in self._writers.values():
                 if writer.is_first_alone:
                     writer.drain()
+
+
+WAITING_RECORDS = 50_000
+"""So many records may wait for their report."""
+
+SERVED_RECORDS = 100
+"""After so many records, reports are taken."""
+
+_LENGTHS = 36
+"""The most bytes of the lengths and deltas of a record, and of the lengths of a header."""
+
+Headers = tuple[tuple[str, bytes | None], ...]
+
+
+@dataclass(frozen=True)
+class TimedRecord:
+    """A record as Kafka is to hold it. ``timestamp``: milliseconds since the epoch; None: Kafka gives it the present."""
+
+    timestamp: int | None
+    headers: Headers
+    key: bytes | None
+    value: bytes | None
+
+    @property
+    def most(self) -> int:
+        """As ``size``, or some bytes more: the exact size takes ten times as long."""
+        size = BATCH_OVERHEAD + _LENGTHS + len(self.key or b"") + len(self.value or b"")
+        return size + sum(_LENGTHS + 4 * len(key) + len(value or b"") for key, value in self.headers)
+
+    @property
+    def size(self) -> int:
+        """The bytes of a record batch that holds the record alone."""
+        headers = [{"key": key, "value": value} for key, value in self.headers]
+        return batch_size({"key": self.key, "value": self.value, "headers": headers})
+
+
+class TimedWriter:
+    """Writes to one partition from ``first`` on: ``with TimedWriter(…) as writer: writer.write(records)``.
+
+    ``confirmed``: the next offset to be confirmed. Raises RecordTooLarge before anything of a window is sent, ForeignRecord if
+    another writer's record is in the way, and BrokerUnavailable.
+    """
+
+    def __init__(self, kafka: Mapping[str, str], topic: str, partition: int, first: int) -> None:
+        self._limit = max_message_bytes(kafka, topic)
+        self._kafka, self._topic, self._partition = kafka, topic, partition
+        self._first = self.sent = self.confirmed = first
+        self._doing = f"writing {topic}/{partition}"
+        self._error: ClientError | None = None
+        self._mismatch: int | None = None
+        self._unlocated: int | None = None
+        sizes = {"message.max.bytes": max(self._limit, 1000), "batch.size": max(min(self._limit, 1_000_000), 1)}
+        self._connection = Connection(kafka, {**PROMISES, **sizes})
+        try:
+            self._producer = self._connection.idempotent_producer(topic)
+        except (KafkaException, ValueError) as error:
+            raise self._connection.error(error, self._doing, topic, "Write") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            # What waits is given up: the next run finds out how much of it is there.
+            self._producer.purge()
+        self._producer.flush(0.1)
+
+    def check_sizes(self, records: Iterable[TimedRecord]) -> None:
+        """RecordTooLarge if the topic does not take one of the records that are to be written next."""
+        for number, record in enumerate(records):
+            if record.most > self._limit and (size := record.size) > self._limit:
+                raise RecordTooLarge(
+                    f"the record for offset {self.sent + number} of {self._topic}/{self._partition} takes {size} bytes, and"
+                    f" {self._topic} takes {self._limit} at most (max.message.bytes); raise it to {size} or more, then run it"
+                    " again"
+                )
+
+    def write(self, records: Iterable[TimedRecord]) -> None:
+        """Send records, and wait until each is at its offset."""
+        for record in records:
+            self._send(record)
+            # A broker that knows nothing of a producer takes any sequence number: the first record goes alone.
+            if self.sent == self._first + 1 or self.sent - self.confirmed >= WAITING_RECORDS:
+                self._drain()
+        self._drain()
+
+    def _send(self, record: TimedRecord) -> None:
+        arguments: dict[str, Any] = {} if record.timestamp is None else {"timestamp": record.timestamp}
+        while True:
+            try:
+                self._producer.produce(
+                    self._topic,
+                    record.value,
+                    record.key,
+                    self._partition,
+                    on_delivery=self._confirm,
+                    headers=list(record.headers) or None,
+                    **arguments,
+                )
+                break
+            except BufferError:
+                self._serve(0.2)
+            except KafkaException as error:
+                raise self._connection.error(error, self._doing, self._topic, "Write") from None
+        self.sent += 1
+        if self.sent % SERVED_RECORDS == 0:
+            self._serve(0)
+
+    def _confirm(self, error: ClientError | None, message: Message) -> None:
+        if self._error is not None or self._mismatch is not None:
+            return
+        if error is not None:
+            self._error = error
+            return
+        offset = message.offset()
+        if offset is None or offset < 0:
+            # The broker's first answer was lost. The broker answers the retry without an offset.
+            self._unlocated = self.confirmed if self._unlocated is None else self._unlocated
+        elif offset != self.confirmed:
+            self._mismatch = self.confirmed
+            return
+        self.confirmed += 1
+
+    def _serve(self, timeout: float) -> None:
+        self._producer.poll(timeout)
+        if self._mismatch is not None:
+            raise ForeignRecord(
+                f"{self._topic}/{self._partition} holds a record of another producer at offset {self._mismatch}. Stop the other"
+                " producer, and restore into a new topic."
+            )
+        if self._error is not None:
+            raise self._connection.error(self._error, self._doing, self._topic, "Write")
+
+    def _drain(self) -> None:
+        began, before = time.monotonic(), self.confirmed
+        while self.confirmed < self.sent:
+            self._serve(0.2)
+            self._connection.raise_refusal(self._doing, began)
+            if self.confirmed > before:
+                began, before = time.monotonic(), self.confirmed
+            elif time.monotonic() - began > STALL_SECONDS:
+                raise self._connection.unavailable(self._doing)
+        if self._unlocated is not None:
+            # The topic's end shows whether another producer's record took the place of a record without an offset.
+            if high_watermark(self._kafka, self._topic, self._partition) != self.sent:
+                self._mismatch = self._unlocated
+                self._serve(0)
+            self._unlocated = None

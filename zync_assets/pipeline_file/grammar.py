@@ -13,8 +13,7 @@ from zync_assets.pipeline import (
     SubjectNameStrategy,
     Unmatched,
 )
-from zync_assets.pipeline_file.connections import KAFKA, LAKE, REGISTRY, SPARK
-from zync_assets.pipeline_file.key import Key, input_shape, output_shape, paths
+from zync_assets.pipeline_file.key import KAFKA, LAKE, REGISTRY, SPARK, Key, input_shape, output_shape, paths
 from zync_assets.pipeline_file.keys import rule_keys
 from zync_assets.pipeline_file.sinks import SINKS
 from zync_assets.pipeline_file.transactions import TRANSACTIONS

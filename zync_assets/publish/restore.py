@@ -37,8 +37,8 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import DataLoss, ForeignRecord, KafkaError, LakeError, SchemaError
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
-from zync_assets.kafka.timed_writer import TimedRecord, TimedWriter
 from zync_assets.kafka.topics import create_topic, high_watermark, refuse_broker_times, topic_states
+from zync_assets.kafka.writers import TimedRecord, TimedWriter
 from zync_assets.lake import archive, raw, storage, stores
 from zync_assets.lake import archive_objects as objects
 from zync_assets.lake.publication import PublishState, commit_publish_state, open_publish_state
