@@ -31,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import groupby, takewhile
 from pathlib import Path
+from threading import Lock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -318,10 +319,20 @@ def clean_log(table: LakeTable) -> int:
 
 
 def tidy(table: LakeTable | None) -> None:
-    """Look after a side table, opened after a commit to it, where that is due."""
-    if table is not None and is_due(table):
-        with log_failures(table.uri):
-            clean(table)
+    """Look after a side table, opened after a commit to it, where that is due.
+
+    The threads of many topics come at once. One of them cleans the table, and the others find that nothing is due.
+    """
+    if table is None or not is_due(table):
+        return
+    with _tidying.setdefault(table.uri, Lock()), log_failures(table.uri):
+        newest = tables.open_table(table.uri)
+        if newest is not None and is_due(newest):
+            clean(newest)
+
+
+_tidying: dict[str, Lock] = {}
+"""Place of a table → held while it is cleaned."""
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from threading import Lock
 import pyarrow as pa
 
 from zync_assets.errors import CommitConflict, LakeError
-from zync_assets.lake import storage, tables
+from zync_assets.lake import log, storage, tables
 from zync_assets.lake.log import LakeTable
 
 _SCHEMA = pa.schema([("topic", pa.string())])
@@ -208,8 +208,8 @@ class _Commits:
         self.lock = Lock()
         self._queue_lock = Lock()
         self._queue: list[_Entry] = []
-        self._own: dict[int, frozenset[str]] = {}
-        """Version → the numbers that this process set with it."""
+        self._numbers: dict[int, frozenset[str]] = {}
+        """Version → the numbers that its commit set."""
 
     def add(self, entry: _Entry) -> None:
         with self._queue_lock:
@@ -238,10 +238,23 @@ class _Commits:
     def _is_untouched(self, entry: _Entry, newest: LakeTable) -> bool:
         """Whether every commit since the entry's table was opened is known to set other numbers than the entry's: a commit on
         the newest table then conflicts with nothing that a commit on the entry's table would not conflict with."""
-        if entry.table.metadata.id != newest.metadata.id:
+        if entry.table.metadata.id != newest.metadata.id or entry.table.version > newest.version:
             return False
-        later = [self._own.get(version) for version in range(entry.table.version + 1, newest.version + 1)]
-        return all(names is not None and names.isdisjoint(entry.numbers) for names in later)
+        later = range(entry.table.version + 1, newest.version + 1)
+        if len(later) > _VERSIONS:
+            return False
+        self._read([version for version in later if version not in self._numbers], newest.uri)
+        return all(self._numbers.get(version, entry.numbers.keys()).isdisjoint(entry.numbers) for version in later)
+
+    def _read(self, versions: Sequence[int], uri: str) -> None:
+        """Read the numbers of commits that another process may have made. The log may lack the entries of old ones."""
+        for version in versions:
+            if (found := log.entry(uri, version)) is not None:
+                self._note(version, found.numbers)
+
+    def _note(self, version: int, numbers: Iterable[str]) -> None:
+        self._numbers[version] = frozenset(numbers)
+        self._numbers.pop(version - _VERSIONS, None)
 
     def _commit(self, table: LakeTable, numbers: Mapping[str, int], entries: Sequence[_Entry]) -> None:
         """One commit. Where several entries have a conflict, each is left to be committed alone."""
@@ -259,12 +272,11 @@ class _Commits:
         for entry in entries:
             entry.is_done, entry.after = True, newest
         if newest is not None and newest.version == table.version + 1:
-            self._own[newest.version] = frozenset(numbers)
-            self._own.pop(newest.version - _OWN_VERSIONS, None)
+            self._note(newest.version, numbers)
 
 
-_OWN_VERSIONS = 1000
-"""Versions of a table of which a process knows what it set."""
+_VERSIONS = 1000
+"""Versions of a table whose numbers a process knows at the most."""
 _commits: dict[tuple[str, str], _Commits] = {}
 """(place, id) of a table → its commits."""
 _opening: dict[str, Lock] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -9,7 +11,9 @@ from threading import Barrier
 import pytest
 
 from zync_assets.errors import CommitConflict
-from zync_assets.lake.publication import commit_publish_state, open_publish_state
+from zync_assets.lake import tables
+from zync_assets.lake.publication import PublishState, commit_publish_state, open_publish_state
+from zync_assets.lake.storage import publish_uri
 
 
 def test_the_first_commits_of_many_topics_are_no_conflict(tmp_path: Path) -> None:
@@ -28,3 +32,38 @@ def test_the_first_commits_of_many_topics_are_no_conflict(tmp_path: Path) -> Non
         assert (state.window, state.verified_end, state.belongs_to(f"id of {topic}")) == (3, 0, True)
     with pytest.raises(CommitConflict, match="topic0"):
         commit_publish_state(lake, "Staging", before["topic0"], window=4, verified_end=0, topic_id="id of topic0")
+
+
+def test_topics_share_commits_though_another_process_commits_meanwhile(tmp_path: Path) -> None:
+    """Eight topics wait while a commit of another process changes the table that they opened."""
+    lake, topics = str(tmp_path), [f"topic{number}" for number in range(8)]
+    for topic in topics:
+        announce(lake, open_publish_state(lake, "Staging", topic), 1)
+    before = {topic: open_publish_state(lake, "Staging", topic) for topic in topics}
+    other = "from zync_assets.lake.publication import *; import sys; lake = sys.argv[1]"
+    other += "; before = open_publish_state(lake, 'Staging', 'topic0')"
+    other += "; commit_publish_state(lake, 'Staging', before, window=2, verified_end=0, topic_id='id')"
+    subprocess.run([sys.executable, "-c", other, lake], check=True)
+    start = Barrier(len(topics))
+    errors: list[str] = []
+
+    def commit(topic: str) -> None:
+        start.wait()
+        try:
+            announce(lake, before[topic], 3)
+        except CommitConflict:
+            errors.append(topic)
+
+    with ThreadPoolExecutor(len(topics)) as threads:
+        list(threads.map(commit, topics))
+    windows = {topic: open_publish_state(lake, "Staging", topic).window for topic in topics}
+    assert windows == dict.fromkeys(topics, 3) | {"topic0": 2}
+    assert errors == ["topic0"], "the other process changed this topic"
+    version = tables.open_table(publish_uri(lake, "Staging"))
+    assert version is not None
+    # Eight commits at first, one of the other process, and fewer than one for each of the seven topics.
+    assert version.version - 8 < 7
+
+
+def announce(lake: str, before: PublishState, window: int) -> None:
+    commit_publish_state(lake, "Staging", before, window=window, verified_end=0, topic_id="id")
