@@ -145,8 +145,8 @@ def raw_frame(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -
 def _file_records(spark: SparkSession, state: RawState, files: Sequence[DataFile]) -> DataFrame:
     """The records of some files, with the columns of a ``record_frame``."""
     orders = _orders(state) if state.with_order else []
-    frame = _sides(raw_frame(spark, state, files), state.schema, orders, with_ids=state.with_ids)
-    return frame.selectExpr("*", "kafka.time AS time")
+    columns = [*orders, "kafka.time AS time"]
+    return _sides(raw_frame(spark, state, files), state.schema, columns, with_ids=state.with_ids)
 
 
 def _columns(state: RawState) -> pa.Schema:
