@@ -22,6 +22,7 @@ from zync_assets.etl.hold import Hold
 from zync_assets.etl.output_types import OutputType, output_types, questions
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlBatch, EtlPlan
+from zync_assets.etl.positions import Bound
 from zync_assets.etl.rules import is_apart, kind_of
 from zync_assets.etl.rules.assignment import Assignment, assign, has_schema, singles
 from zync_assets.etl.rules.kind import Columns, Emission, Ordering, OutputColumns, RuleRecords, in_frame, union
@@ -94,9 +95,15 @@ class Transform:
         return Stage(*place, self.rules, self.ordering, self.rows, reads, *about)
 
     @property
+    def bounds(self) -> list[Bound]:
+        """The bounds of the buckets of the result rows."""
+        return positions.bucket_bounds(self.spans, self.ordering.parts)
+
+    @property
     def components(self) -> list[Component]:
-        """The components with a query each. A large batch is one query: all outputs are numbered together."""
-        apart = self.small and self.plan.recomputed is None
+        """The components with a query each. A batch of several buckets is one query: each bucket counts the outputs of the
+        buckets before."""
+        apart = self.plan.recomputed is None and not self.bounds
         return components(self.rules, self.ordering.places) if apart else [whole(self.rules, self.ordering.places)]
 
     @property

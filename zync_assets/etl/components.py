@@ -1,7 +1,7 @@
 """The independent components of a staging pool: rules that share no topic with the rules of other components.
 
 A query's rows have the columns of all its output topics, so that the plan of one query over many topics grows with the square of
-their number. A small batch therefore has a query for each few components.
+their number. A batch of one bucket therefore has a query for each few components.
 """
 
 from __future__ import annotations

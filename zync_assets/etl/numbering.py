@@ -1,7 +1,7 @@
 """The queries of a batch: result rows in order, numbered, written as outputs, and counted.
 
-A small batch has a query for each component of its rules (``components``), and a large one a single query. The outputs of a
-topic are in one query.
+A batch of one bucket has a query for each component of its rules (``components``), and a larger one a single query. The outputs
+of a topic are in one query.
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ class Numbering:
         }
         self.partitions, self.kept = topic_partitions(pipeline, plan.head, known, transform.labels, counts)
         limits, parts = size_limits(pipeline, types), transform.ordering.parts
-        bounds = positions.bucket_bounds(transform.spans, parts)
-        if plan.recomputed is not None:
-            bounds = rebuild_bounds(transform, parts)
+        bounds = transform.bounds if plan.recomputed is None else rebuild_bounds(transform, parts)
         queries = [self._query(at, frame, bounds, limits, hold) for at, frame in enumerate(rows.frames)]
 
         def records() -> DataFrame:

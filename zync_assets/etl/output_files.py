@@ -29,6 +29,7 @@ from zync_assets.etl.topic_outputs import OutputFile, TopicOutputs
 from zync_assets.lake import staging
 from zync_assets.lake.log import DataFile
 from zync_assets.spark.failures import ignore_release_errors
+from zync_assets.spark.frames import union
 from zync_assets.spark.tasks import slots, tune_worker, unmeasured
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ class Results:
     ) -> None:
         """Runs the batch's queries. Raises what a task raised.
 
-        ``queries``: a single one unless ``small``; ``small``: the account is fetched at once; ``measured``: rows
+        ``queries``: of components that share no topic; ``small``: the account is fetched at once; ``measured``: rows
         may be so large that a thousand of them are not to be held at once; ``records``: a function that
         returns the rows with the columns of ``HeldRules.records``, if the queries' rows lack them.
         """
@@ -259,8 +260,7 @@ class Results:
         """The rows of ``account.ENTRIES``, fetched to the driver."""
         if self._entries is not None:
             return self._entries
-        [made] = self._made
-        rows = made.collect()
+        rows = _collected(self._spark, self._made)
         _raise_errors(row["found"] for row in rows)
         return _unpacked(rows, "entries", ENTRIES)
 
@@ -279,8 +279,7 @@ class Results:
         if self._entries is not None:
             # The entries of the query that ran. A second run of the query would write its files again.
             return arrow_frame(self._spark, self._entries)
-        [made] = self._made
-        return made.mapInArrow(_entry_rows, spark_schema(ENTRIES))
+        return union(frame.mapInArrow(_entry_rows, spark_schema(ENTRIES)) for frame in self._made)
 
     def release(self) -> None:
         for frame in (*(self._made if self._kept else ()), *([] if self._records is None else [self._records])):

@@ -10,7 +10,7 @@ import pytest
 
 from zync_assets import pipeline_file
 from zync_assets.audit.guard import exactly_once_done_coverage
-from zync_assets.etl import components
+from zync_assets.etl import components, positions
 from zync_assets.etl.components import Component
 from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
@@ -64,6 +64,12 @@ def test_rules_that_share_a_topic_are_one_component(tmp_path: Path, monkeypatch:
     assert components.whole(model.rules, topics) == replace(first | second | third | alone, views=True)
 
 
+@pytest.fixture(params=["small", "large"])
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's batches are taken for small ones, and for large ones."""
+    monkeypatch.setattr(positions, "SMALL", positions.SMALL if request.param == "small" else 0)
+
+
 @pytest.fixture(params=[1, 1000])
 def it(
     request: pytest.FixtureRequest,
@@ -85,6 +91,7 @@ def outputs(it: Mini, topic: str) -> list[Any]:
     return [(found["key"], found["value"]) for found in it.staged(it.out + topic)]
 
 
+@pytest.mark.usefixtures("size")
 def test_a_batch_of_several_queries_is_one_of_a_single_query(it: Mini) -> None:
     """Records that pair, wait, fail, go to no rule, or follow a pending record of their source row."""
     third, fourth, fifth = (f"{it.left}.{name}" for name in NAMES[2:])
