@@ -117,7 +117,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch, rules: Mapping[str, str]) -> Et
     # 1. Positions before the batch. The end of a new output's topic in Kafka fixes the output's base.
     outputs = output_positions(pipeline, batch.plan.pool, batch.plan.head)
 
-    # 2. Run the rules. One Spark query numbers the outputs, writes them into files, and counts every record. Records that
+    # 2. Run the rules. Spark queries number the outputs, write them into files, and count every record. Records that
     #    fail are removed, and the batch is tried again.
     staged = _staged(with_lake_names(pipeline, batch.plan.raw, batch.plan.state), batch, outputs)
     plan, state, labels = staged.plan, staged.plan.state, staged.transform.labels
