@@ -323,8 +323,9 @@ def spark_schema(schema: pa.Schema) -> StructType:
 
 def arrow_frame(spark: SparkSession, table: pa.Table) -> DataFrame:
     """The rows of a table as a frame, with the table's columns and types even where it has no row."""
+    # Spark ends at the first batch without rows, and loses the batches after it: the table becomes a single batch.
     # Spark Connect takes no table without rows unless it is given the schema.
-    return spark.createDataFrame(table, spark_schema(table.schema))
+    return spark.createDataFrame(table.combine_chunks(), spark_schema(table.schema))
 
 
 def listed_frame(spark: SparkSession, schema: pa.Schema, rows: Sequence[Sequence[Any]]) -> DataFrame:

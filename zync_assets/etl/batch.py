@@ -5,7 +5,7 @@ Everything is lazy. ``commit`` runs the result rows, and ``failure_search`` runs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -260,7 +260,7 @@ def result_rows(
         waiting = _pending_frames(transform, records, pending, failures)
         parts.setdefault(records.rule.topics[0], []).extend(kind_of(records.rule).results(records, waiting, emission))
     joins = {records.rule.name: records.join for records in each if records.join is not None}
-    made = [_result_frame(transform, item, parts, each, views) for item in transform.components]
+    made = [_result_frame(transform, item, parts, each, views, assignments) for item in transform.components]
     empty = ResultFrame(no_rows(transform), frozenset())
     return ResultRows([item for item in made if item is not None] or [empty], joins)
 
@@ -271,8 +271,10 @@ def _result_frame(
     parts: Mapping[str, Sequence[DataFrame]],
     records: Sequence[RuleRecords],
     views: ViewBatch | None,
+    topics: Collection[str],
 ) -> ResultFrame | None:
-    """The result rows of a component. ``parts``: input topic → result rows of its records. None if there are none."""
+    """The result rows of a component. ``parts``: input topic → result rows of its records; ``topics``: those with new records.
+    None if there are none."""
     pipeline, held = transform.pipeline, bool(transform.held)
     rules = [rule for rule in transform.rules if rule.out in component.outputs]
     own = [frame for topic, frames in parts.items() if topic in component.inputs for frame in frames]
@@ -289,7 +291,21 @@ def _result_frame(
         )
     if component.views and views is not None:
         each += views.rows
-    return ResultFrame(union(each), component.outputs, optional) if each else None
+    if not each:
+        return None
+    rows = union(each)
+    # Results of one pass over a topic have all columns. Rules without a new record, and views, lack some.
+    rows = _with_row_columns(rows) if held and component.inputs.isdisjoint(topics) else rows
+    return ResultFrame(rows, component.outputs, optional)
+
+
+def _with_row_columns(rows: DataFrame) -> DataFrame:
+    """Result rows with the columns of held outputs, null where the rows lack them."""
+    types = dict.fromkeys(("row", "other_row", "joined", "exact"), "bigint")
+    types |= {"changes": "int", "follows": "int", "deletes": "boolean"}
+    none = {name: f"CAST(NULL AS {kind})" for name, kind in types.items()} | {"ords": "IF(false, array(ord), NULL)"}
+    known = rows.columns
+    return rows.selectExpr("*", *(f"{sql} AS {name}" for name, sql in none.items() if name not in known))
 
 
 def no_rows(transform: Transform) -> DataFrame:

@@ -122,9 +122,10 @@ def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = Fal
     if storage.is_s3(lake) and remote in (None, SHARED) and not own_s3:
         s3_jars = map(str, spark_s3_jars(find_java))
         settings["spark.jars"] = ",".join([text for text in [settings.get("spark.jars")] if text] + list(s3_jars))
-    if not storage.is_s3(lake) and not own_s3:
+    if not storage.is_store(lake) and not own_s3:
         # Hadoop's own class for files writes a checksum beside each file, and reads 512 bytes at a time to verify it. Look-ups
-        # in a state would take twice as long. S3A needs that class for its buffers.
+        # in a state would take twice as long. Hadoop's clients of object stores need that class for their
+        # buffers.
         settings.setdefault("spark.hadoop.fs.file.impl", "org.apache.hadoop.fs.RawLocalFileSystem")
     return settings
 

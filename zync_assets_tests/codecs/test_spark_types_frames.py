@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.spark_types import listed_frame
+from zync_assets.codecs.spark_types import arrow_frame, listed_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -26,3 +26,10 @@ def test_no_rows_have_types_too(spark: SparkSession) -> None:
     frame = listed_frame(spark, SCHEMA, [])
     assert frame.collect() == []
     assert [kind for _, kind in frame.dtypes] == ["string", "int", "bigint", "double"]
+
+
+def test_an_empty_part_of_a_table_hides_no_row(spark: SparkSession) -> None:
+    """Spark's own conversion ends at the first batch without rows."""
+    parts = [pa.table({"number": pa.array(range(count), pa.int64())}) for count in (3, 0, 2, 0, 1)]
+    table = pa.concat_tables(parts)
+    assert [row["number"] for row in arrow_frame(spark, table).collect()] == table["number"].to_pylist()

@@ -104,7 +104,7 @@ def test_a_batch_of_several_queries_is_one_of_a_single_query(it: Mini) -> None:
     )
     it.send(it.right, row(1, "r1", op="c"))
     it.send(third, ("c", row(1)), ("d", row(2)), ("gone", None))
-    it.send(fourth, row(1, "v1"), row(3, "v3"))
+    it.send(fourth, row(1, "v1"), row(3, "v3"), b"{ garbage")
     it.send(fifth, row(1, "7", op="n"), row(2, "none", op="n"), ("k", row(3, "x", op="l")), ("k", row(4, "y", op="l")))
     it.step()
     assert outputs(it, "") == [("a", {"id": 1, "l": "l1", "r": "r1"})]
@@ -114,7 +114,7 @@ def test_a_batch_of_several_queries_is_one_of_a_single_query(it: Mini) -> None:
     assert it.classes(it.left) == {"done": 1, "pending": 2, "unmatched": 1}
     assert it.classes(it.right) == {"done": 1}
     assert it.classes(third) == {"done": 1, "pending": 1, "dropped": 1}
-    assert it.classes(fourth) == {"done": 1, "pending": 1}
+    assert it.classes(fourth) == {"done": 1, "pending": 1, "quarantined": 1}
     assert it.classes(fifth) == {"done": 3, "quarantined": 1}
     it.send(it.right, row(2, "r2", op="c"))
     it.send(third, ("e", row(3)))
@@ -124,5 +124,10 @@ def test_a_batch_of_several_queries_is_one_of_a_single_query(it: Mini) -> None:
         ("b", {"id": 2, "l": "later", "r": "changed"}),
     ]
     assert outputs(it, ".pairs")[1:] == [("e", {"id": 3, "v": "v3"})]
+    # The rules of all other components have no new record.
+    it.send(fifth, row(5, "8", op="n"), ("k", None))
+    it.step()
+    assert outputs(it, ".numbers")[1:] == [("k0", {"n": 8})]
+    assert it.classes(fifth) == {"done": 4, "dropped": 1, "quarantined": 1}
     check = exactly_once_done_coverage(it.pipeline, "Staging")
     assert check.passed, check.summary
