@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -94,7 +95,7 @@ class Transform:
         about = self.types, known, self.small, self.plan.raw, self.plan.rebuild
         return Stage(*place, self.rules, self.ordering, self.rows, reads, *about)
 
-    @property
+    @cached_property
     def bounds(self) -> list[Bound]:
         """The bounds of the buckets of the result rows."""
         return positions.bucket_bounds(self.spans, self.ordering.parts)
@@ -314,7 +315,8 @@ def no_rows(transform: Transform) -> DataFrame:
     order = transform.ordering.of_parts("part")
     parts = (f"0L AS part{at}" for at, _ in enumerate(transform.ordering.parts))
     columns = ["'out' AS kind", "0 AS rule", f"{order} AS ord", f"{source} AS source", "0 AS last", "0 AS waited"]
-    return transform.spark.range(0).selectExpr(*parts).selectExpr(*columns, "CAST(NULL AS bigint) AS hash")
+    rows = transform.spark.range(0).selectExpr(*parts).selectExpr(*columns, "CAST(NULL AS bigint) AS hash")
+    return _with_row_columns(rows) if transform.held else rows
 
 
 def records_at(transform: Transform, state: RawState, places: Sequence[tuple[int, int]]) -> DataFrame:

@@ -48,7 +48,7 @@ class Numbering:
         self.kept: dict[str, Partitioning] = {}
         """As in ``Head.partitionings``."""
         self._present: dict[str, set[str]] = defaultdict(set)
-        """Output topic → the columns that its rules make."""
+        """Output topic → the names of the columns with the keys, values and headers of its rules."""
 
     def columns(self, rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
         """The columns of a rule's outputs (``rules.kind.Columns``)."""
@@ -77,7 +77,9 @@ class Numbering:
         queries = [self._query(at, frame, bounds, limits, hold) for at, frame in enumerate(rows.frames)]
 
         def records() -> DataFrame:
-            wanted = [*_ABOUT, *self._row(queries[0].writer.topics), *_ORDER]
+            # The rows of all queries.
+            topics = [topic for query in queries for topic in query.writer.topics]
+            wanted = [*_ABOUT, *self._row(topics), *_ORDER]
             return positions.arranged(rows.frame, parts, bounds, wanted, [], ties=["follows"])
 
         small, measured = transform.small, _has_large_records(transform)
@@ -89,18 +91,17 @@ class Numbering:
         """The query of some rows. ``at``: its number in the batch."""
         transform, labels = self.transform, self.transform.labels
         partitions = {topic: item for topic, item in self.partitions.items() if topic in frame.outputs}
-        counts = {topic: item.count for topic, item in partitions.items()}
         present = {name for topic in frame.outputs for name in self._present[topic]}
         topics = [
             staged_topic(
                 transform.types[topic],
                 f"{self.folder}/topic={topic}",
-                [self.outputs[topic, partition].next for partition in range(counts[topic])],
+                [self.outputs[topic, partition].next for partition in range(item.count)],
                 labels,
                 limits.get(topic),
-                partitions[topic],
+                item,
             )
-            for topic in partitions
+            for topic, item in partitions.items()
         ]
         rows = with_partition_columns(frame.frame, transform.pipeline, partitions, labels, present)
         types = {topic: kind for topic, kind in transform.types.items() if topic in frame.outputs}

@@ -47,12 +47,6 @@ def make(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -
     return made
 
 
-@pytest.fixture(params=["small", "large"])
-def of_each_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test's batches are taken for small ones, and for large ones."""
-    monkeypatch.setattr(positions, "SMALL", positions.SMALL if request.param == "small" else 0)
-
-
 RULES = """
 transforms:
   - {name: first, type: stateless, in: $left, where: value.v = 'a', out: $out, key: in.key,

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from zync_assets.audit.guard import exactly_once_done_coverage
 from zync_assets.cli.records import pending_rows, trace_rows
 from zync_assets.errors import LakeError
-from zync_assets.etl import positions
 from zync_assets.kafka.topics import create_topic
 from zync_assets.lake.staging import open_staging
 from zync_assets.runner import etl_all, ingest_all
@@ -59,12 +58,6 @@ def make(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -
         return mini(services, spark, folder, f"{unique}.{name}", text)
 
     return made
-
-
-@pytest.fixture(params=["small", "large"])
-def of_each_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test's batches are taken for small ones, and for large ones."""
-    monkeypatch.setattr(positions, "SMALL", positions.SMALL if request.param == "small" else 0)
 
 
 def the_model(it: Mini) -> Model:

@@ -1,0 +1,13 @@
+"""Fixtures of the tests of ETL."""
+
+from __future__ import annotations
+
+import pytest
+
+from zync_assets.etl import positions
+
+
+@pytest.fixture(params=["small", "large"])
+def of_each_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's batches are taken for small ones, and for large ones."""
+    monkeypatch.setattr(positions, "SMALL", positions.SMALL if request.param == "small" else 0)
