@@ -1,7 +1,7 @@
 """The independent components of a staging pool: rules that share no topic with the rules of other components.
 
-A query's rows have the columns of all its output topics, so that the plan of one query over many topics grows with the square of
-their number. A batch of one bucket therefore has a query for each few components.
+Each row of a query has the columns of all output topics of the query. The plan of a single query therefore grows with the square
+of the number of topics. A batch of one bucket has a query for each few components.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def whole(rules: Iterable[Rule], inputs: Iterable[str]) -> Component:
 def components(rules: Sequence[Rule], inputs: Iterable[str]) -> list[Component]:
     """The components of a pool in the order of its inputs. Neighbours with MOST_TOPICS together are one.
 
-    ``inputs``: the topics that the pool reads, with those that no rule takes. Rules for A → X, B → X, and C → Y:
+    ``inputs``: all input topics of the pool, also topics without a rule. Rules for A → X, B → X, and C → Y:
 
         [Component({A, B}, {X}), Component({C}, {Y})]
     """

@@ -93,8 +93,8 @@ def arranged(
 
     ``parts``: the names of the parts of ``ord``; ``outs``: the output topics;
     ``together``: there is one bucket, and what comes before is made in the same task; ``query``: the number of that bucket, by
-    which the queries of one batch differ; ``ties``: columns that order rows of one ``ord``; ``unused``: columns of the rows that
-    are not in ``columns``, and would be shuffled for nothing.
+    which the queries of one batch differ; ``ties``: further columns to sort rows with equal ``ord`` by; ``unused``: columns of
+    the rows that are not in ``columns``, and would be shuffled for nothing.
     """
     # Numbers, each for itself: a number that comes first is what Spark sorts by, without a look at the row.
     order = [f"ord.{name} AS ord_{name}" for name in parts]

@@ -4,8 +4,8 @@
 turn. Producers of their own, and a thread for each, would wait for each other most of the time.
 
 ``TimedWriter`` writes records with timestamps to one partition, so that record k gets offset k. ``InOrder`` is faster, and takes
-no timestamps: it hands whole columns over to librdkafka. The promises are the same: one idempotent producer in order, which
-sends nothing after a record that was not accepted, and which checks each offset.
+no timestamps: it hands whole columns over to librdkafka. Both keep the same promises. One idempotent producer sends the records
+in order. It sends nothing after a refused record, and checks the offset of each record.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class TimedWriter:
 
     def __exit__(self, *error: object) -> None:
         if error[0] is not None:
-            # What waits is given up: the next run finds out how much of it is there.
+            # The client drops the records that wait. The next run reads from the topic which records arrived.
             self._producer.purge()
         self._producer.flush(0.1)
 

@@ -209,7 +209,7 @@ class _Commits:
         self._queue_lock = Lock()
         self._queue: list[_Entry] = []
         self._numbers: dict[int, frozenset[str]] = {}
-        """Version → the numbers that its commit set."""
+        """Version of the table → the names of the numbers in its commit."""
 
     def add(self, entry: _Entry) -> None:
         with self._queue_lock:
@@ -243,14 +243,17 @@ class _Commits:
         later = range(entry.table.version + 1, newest.version + 1)
         if len(later) > _VERSIONS:
             return False
-        self._read([version for version in later if version not in self._numbers], newest.uri)
-        return all(self._numbers.get(version, entry.numbers.keys()).isdisjoint(entry.numbers) for version in later)
+        self._read(newest.uri, [version for version in later if version not in self._numbers])
+        known = [self._numbers.get(version) for version in later]
+        return all(names is not None and names.isdisjoint(entry.numbers) for names in known)
 
-    def _read(self, versions: Sequence[int], uri: str) -> None:
-        """Read the numbers of commits that another process may have made. The log may lack the entries of old ones."""
-        for version in versions:
-            if (found := log.entry(uri, version)) is not None:
-                self._note(version, found.numbers)
+    def _read(self, uri: str, versions: Sequence[int]) -> None:
+        """Read the commits of other processes. The log may lack the entries of old versions, which stay unknown."""
+        if versions:
+            span = range(versions[0], versions[-1] + 1)
+            with suppress(FileNotFoundError):
+                for version, found in zip(span, log.entries(uri, span[0], span[-1]), strict=True):
+                    self._note(version, found.numbers)
 
     def _note(self, version: int, numbers: Iterable[str]) -> None:
         self._numbers[version] = frozenset(numbers)

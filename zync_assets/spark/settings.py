@@ -124,8 +124,7 @@ def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = Fal
         settings["spark.jars"] = ",".join([text for text in [settings.get("spark.jars")] if text] + list(s3_jars))
     if not storage.is_store(lake) and not own_s3:
         # Hadoop's own class for files writes a checksum beside each file, and reads 512 bytes at a time to verify it. Look-ups
-        # in a state would take twice as long. Hadoop's clients of object stores need that class for their
-        # buffers.
+        # in a state would take twice as long. Hadoop's clients of object stores need Hadoop's class for their buffers.
         settings.setdefault("spark.hadoop.fs.file.impl", "org.apache.hadoop.fs.RawLocalFileSystem")
     return settings
 
