@@ -43,7 +43,8 @@ def validate(pipeline: Path, fmt: Format) -> None:
 
 
 def _report_good(model: Pipeline, file: Path, fmt: Format) -> None:
-    counts = {"inputs": len(model.inputs), "rules": len(model.rules), "outputs": len(model.outputs)}
+    rules = [rule for rule in model.rules if rule.part_of is None]
+    counts = {"inputs": len(model.inputs), "rules": len(rules), "outputs": len(model.outputs)}
     counts |= {"sinks": len(model.sinks)} if model.sinks else {}
     notes = [
         f"output {topic} is not held, since {reason}: changes of a source row may overtake a pending record of the row"

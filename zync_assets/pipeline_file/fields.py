@@ -52,7 +52,10 @@ def kind(node: Node) -> str:
 
 
 class Fields:
-    """The keys of one mapping. Making it reports the keys that are not in ``names``; ``hints`` has a cure for some."""
+    """The keys of one mapping. Making it reports the keys that are not in ``names``; ``hints`` has a cure for some.
+
+    ``places``: key → its path in the file, for keys of another mapping.
+    """
 
     def __init__(
         self,
@@ -61,9 +64,11 @@ class Fields:
         problems: list[Problem],
         names: Sequence[str] | None,
         hints: Mapping[str, str] | None = None,
+        places: Mapping[str, str] | None = None,
     ) -> None:
         self.line = node.line
         self.path = path
+        self.places = places or {}
         self.problems = problems
         self.entries: dict[str, YamlEntry] = {entry.key: entry for entry in node.entries}
         if names is None:
@@ -80,7 +85,8 @@ class Fields:
         return key in self.entries
 
     def key(self, key: str) -> str:
-        return f"{self.path}.{key}" if self.path else key
+        """The path of a key in the file, such as ``outputs[0].topic``."""
+        return self.places.get(key) or (f"{self.path}.{key}" if self.path else key)
 
     def line_of(self, key: str) -> int:
         return self.entries[key].line if key in self.entries else self.line

@@ -10,7 +10,7 @@ called as the rule writes it becomes an output for each of these rules. Problems
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TypeVar, get_args
@@ -46,14 +46,16 @@ def each_output(fields: Fields) -> Iterator[Fields]:
         if name in fields:
             fields.problem(name, "stands in each output of the list `out:`; move it there")
     own = [entry for name, entry in fields.entries.items() if name not in ("out", *_OF_OUTPUTS)]
-    for item in node.items:
+    for at, item in enumerate(node.items):
         if not isinstance(item, YamlTable):
             fields.problem("out", f"must list mappings of topic, key and value, not {kind(item)}")
             continue
-        Fields(item, fields.key("out"), fields.problems, known_names(OUT.keys))
+        inner = Fields(item, f"{fields.key('out')}[{at}]", fields.problems, known_names(OUT.keys))
         names = {"topic": "out", "where": WHERE}
         more = [replace(entry, key=names.get(entry.key, entry.key)) for entry in item.entries]
-        yield Fields(YamlTable(item.line, (*_without(own, more), *more)), fields.path, fields.problems, None)
+        places = {names.get(key.name, key.name): inner.key(key.name) for key in OUT.keys}
+        table = YamlTable(item.line, (*_without(own, more), *more))
+        yield Fields(table, fields.path, fields.problems, None, places=places)
 
 
 def _without(entries: Sequence[YamlEntry], others: Sequence[YamlEntry]) -> list[YamlEntry]:
@@ -181,7 +183,13 @@ def with_patterns(file: YamlTable) -> YamlTable:
     ]
     made: dict[str, list[str]] = {}
     tables = _tables(_node(file, "transforms"))
-    rules = [(at, rule) for at, table in enumerate(tables) for rule in _rules_of_inputs(table, topics, made)]
+    known = {
+        node.text
+        for name in ("outputs", "output")
+        for table in _tables(_node(file, name))
+        if isinstance(node := _node(table, "topic"), Scalar)
+    }
+    rules = [(at, rule) for at, table in enumerate(tables) for rule in _rules_of_inputs(table, topics, known, made)]
     if [rule for _, rule in rules] == tables:
         return file
     outputs = {
@@ -191,8 +199,14 @@ def with_patterns(file: YamlTable) -> YamlTable:
     return _with(file, {"transforms": rules, **outputs})
 
 
-def _rules_of_inputs(table: YamlTable, topics: Sequence[str], made: dict[str, list[str]]) -> Iterator[YamlTable]:
-    """The rules of a mapping. ``made``: an output's topic as the file has it → the topics of the rules for its inputs."""
+def _rules_of_inputs(
+    table: YamlTable, topics: Sequence[str], outputs: Collection[str], made: dict[str, list[str]]
+) -> Iterator[YamlTable]:
+    """The rules of a mapping. ``outputs``: the topics of the file's outputs, as the file has them.
+
+    ``made``: an output's topic as the file has it → the topics of the rules for its inputs. A topic stays as the file has it
+    if no output fits, so that the file has one problem and not one for each input.
+    """
     node = _node(table, "in")
     found = [
         topic for topic in topics if isinstance(node, Scalar) and "*" in node.text and fnmatchcase(topic, node.text)
@@ -206,7 +220,8 @@ def _rules_of_inputs(table: YamlTable, topics: Sequence[str], made: dict[str, li
                 return replace(item, items=tuple(map(named, item.items)))
             if isinstance(item, YamlTable):
                 return _mapped(item, {"topic": named})
-            if TOPIC in item.text:
+            own_names = {item.text, *(item.text.replace(TOPIC, name) for name in found)}
+            if TOPIC in item.text and not own_names.isdisjoint(outputs):
                 text = item.text.replace(TOPIC, topic)
                 made.setdefault(item.text, [])
                 made[item.text] += [text] if text not in made[item.text] else []

@@ -25,6 +25,7 @@ from zync_assets.pipeline_file.keys import GROUP, SECTIONS, VIEW, Section, rule_
 from zync_assets.pipeline_file.lookups import read_lookups, with_rows
 from zync_assets.pipeline_file.outs import (
     ITEM,
+    TOPIC,
     WHERE,
     check_parts,
     each_output,
@@ -390,6 +391,8 @@ def _topic(
         fields.problem(key, f"`{topic}` is an {other}, not an {noun}; {noun}s: {word_list(known)}")
     else:
         cure = suggestion(topic, known) or f"; {noun}s: {word_list(known)}"
+        if TOPIC in topic and noun == "output":
+            cure = f'; add `- {{topic: "{topic}", pool: Staging, format: avro}}` to outputs, with a pool and format of your own'
         fields.problem(key, f"`{topic}` is no {noun} of this file{cure}")
     return None
 

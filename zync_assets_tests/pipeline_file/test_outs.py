@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from zync_assets.errors import PipelineFileError
 from zync_assets_tests.pipeline_file.problems import assert_problem, loaded
 
 FILE = """
@@ -68,6 +69,14 @@ def test_all_inputs_of_a_pattern_may_have_one_output(tmp_path: Path) -> None:
     assert [(item.topics, item.out) for item in rules] == [(("shop.orders",), "Items"), (("shop.lines",), "Items")]
 
 
+def test_an_output_that_no_input_of_a_pattern_has_is_one_problem(tmp_path: Path) -> None:
+    with pytest.raises(PipelineFileError) as raised:
+        loaded(tmp_path, FILE.replace('{topic: "{topic}.clean", pool', '{topic: "{topic}.tidy", pool'))
+    found = [problem for problem in raised.value.problems if problem.key.startswith("transforms")]
+    assert [(problem.line, problem.key) for problem in found] == [(16, "transforms[0].out[0].topic")]
+    assert "`{topic}.clean` is no output of this file" in found[0].message
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line", "message"),
     [
@@ -75,14 +84,14 @@ def test_all_inputs_of_a_pattern_may_have_one_output(tmp_path: Path) -> None:
         ("in: shop.*", "in: shop.*\n    key: in.key", 15, "stands in each output of the list `out:`; move it there"),
         ("{topic: Items, where", "{topic: Item, where", 17, "`Item` is no output of this file; did you mean `Items`?"),
         ("{topic: Items, where", "{topic: Far, where", 17, "the outputs of a rule are one commit: name one pool"),
-        ("key: item.id, ", "", 17, "key: is missing; write one expression or a mapping"),
+        ("key: item.id, ", "", 17, "transforms[0].out[1].key: is missing; write one expression or a mapping"),
         ("key: item.id", "key: items.id", 17, "`items.id` is not known here"),
         ("where: in.value.open", "when: in.value.open", 17, "is no key that is known here; did you mean `where`?"),
         (
             "where: in.value.open",
             "where: value.open",
             17,
-            "out.where: `value.open` is not known here; write `in.value.open`",
+            "transforms[0].out[1].where: `value.open` is not known here; write `in.value.open`",
         ),
         ("explode: in.value.items", "explode: explode(in.value.items)", 17, "`explode()` makes rows"),
         ("out: Far, key: in.key", "out: Far, key: in.keys", 19, "transforms[2].key: `in.keys` is not known"),
@@ -91,6 +100,12 @@ def test_all_inputs_of_a_pattern_may_have_one_output(tmp_path: Path) -> None:
             "      - Items",
             15,
             "must list mappings of topic",
+        ),
+        (
+            '{topic: "{topic}.clean", key: in.key',
+            '{topic: "{topic}.cleaned", key: in.key',
+            16,
+            'transforms[0].out[0].topic: `{topic}.cleaned` is no output of this file; add `- {topic: "{topic}.cleaned",',
         ),
         (
             "- {type: stateless, in: other, out: Items",
