@@ -59,7 +59,8 @@ def with_missing_fields(
     Returns the raw tables that lack a field, with the fields that the registry's newest schema has. None if no field is missing.
     Raises FieldMissing for a field that the newest schema lacks too, if the pipeline file says ``missing-field: fail``.
     """
-    rules = pipeline.rules_of(pool)
+    # A view names fields that its tables have: no field of a view is null in place of a missing field.
+    rules = [rule for rule in pipeline.rules_of(pool) if rule.view is None]
     states: dict[str, RawState] = {}
     for topic, state in raw.items():
         if state is not None and (paths := _missing(_of_rules(rules), topic, state.schema)):

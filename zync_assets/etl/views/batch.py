@@ -68,12 +68,19 @@ REMOVED = "removed"
 def check_definitions(pipeline: Pipeline, pool: str, head: Head) -> None:
     """EtlError if the account's state is not that of the pipeline file's views."""
     rules = pipeline.rules_of(pool)
-    for rule in rules:
-        if rule.view is not None and head.views.get(rule.name, definition_of(rule)) != definition_of(rule):
-            raise EtlError(
-                f"pool {pool}: the definition of view {rule.name} changed since its result was staged. Nothing was done. Put the"
-                f" old definition back, or compute the result again: {pipeline.command('rebuild')}"
-            )
+    changed = [
+        rule.name
+        for rule in rules
+        if rule.view is not None and head.views.get(rule.name, definition_of(rule)) != definition_of(rule)
+    ]
+    if changed:
+        one = len(changed) == 1
+        raise EtlError(
+            f"pool {pool}: the {'definition of view' if one else 'definitions of the views'} {', '.join(changed)} changed since"
+            f" {'its result was' if one else 'their results were'} staged. Nothing was done. Put the old"
+            f" definition{'' if one else 's'} back, or compute the result{'' if one else 's'} again:"
+            f" {pipeline.command('rebuild')}"
+        )
     for name, table in tables_of(rules).items():
         known = head.tables.get(name)
         if known is None and any(

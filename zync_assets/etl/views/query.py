@@ -330,8 +330,12 @@ def rule_types(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
         try:
             schema = query.results(query.joined(rows)).schema
         except (AnalysisException, ParseException) as error:
-            kind = FieldMissing if (error.getCondition() or "").startswith(_MISSING) else EtlError
-            raise kind(f"rule {rule.name}: {short(error)}") from error
+            condition = error.getCondition() or ""
+            if any(part in condition for part in _UNORDERED) and "MAP" in str(error):
+                raise EtlError(f"rule {rule.name}: {_NO_MAP} Spark says: {short(error)}") from error
+            if condition.startswith(_MISSING):
+                raise FieldMissing(f"rule {rule.name}: {short(error)} {_NO_FIELD}") from error
+            raise EtlError(f"rule {rule.name}: {short(error)}") from error
         headers = None if rule.headers is None else schema[HEADERS].dataType
         found = nullable(schema[KEY].dataType), nullable(schema[VALUE].dataType), headers
         _TYPES.put(place, found)
@@ -339,6 +343,13 @@ def rule_types(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
 
 
 _MISSING = ("FIELD_NOT_FOUND", "UNRESOLVED_COLUMN")
+_NO_FIELD = (
+    "A view names fields that its tables have. Nothing was done. Correct the name, or wait for a record with the field."
+)
+_UNORDERED = ("INVALID_ORDERING_TYPE", "NOT_ORDERABLE", "MAP_TYPE")
+_NO_MAP = (
+    "Spark compares no maps beside an aggregate or in a collection. Write map_entries(...) of the map, or to_json(...)."
+)
 
 
 CAUSES = "ARRAY<STRUCT<place: INT, partition: INT, offset: BIGINT>>"

@@ -244,6 +244,31 @@ VALUES = {
 }
 
 
+BESIDE_A_VIEW = """
+inputs:
+  - {topic: $left, pool: Raw, format: json, key-schema: id bigint, value-schema: "value struct<group: string>"}
+  - {topic: $right, pool: Raw, format: json, value-schema: "id bigint"}
+outputs:
+  - {topic: $out, pool: Staging, format: json, create: {replication-factor: 1}}
+  - {topic: $out-events, pool: Staging, format: json, create: {replication-factor: 1}}
+transforms:
+  - {type: view, tables: {t: $left}, from: t, key: {group: t.value.group}, value: {rows: count(*)}, out: $out}
+  - {type: stateless, in: $right, out: $out-events, key: null, value: {id: in.value.id, part: in.value.part}}
+"""
+
+
+def test_a_missing_field_of_a_rule_changes_no_view_of_the_pool(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """The view counts rows by ``count(*)``, and its table has a column that is called ``value``, as the side of a record."""
+    it = mini(services, spark, tmp_path, unique, BESIDE_A_VIEW)
+    it.send(it.left, *((json.dumps({"id": id}), {"value": {"group": "a"}}) for id in range(3)))
+    it.send(it.right, (None, {"id": 7}))
+    it.step()
+    assert [(row["key"], row["value"]) for row in it.staged(it.out)] == [({"group": "a"}, {"rows": 3})]
+    assert [row["value"] for row in it.staged(f"{it.out}-events")] == [{"id": 7}]
+
+
 def test_functions_that_refuse_a_null_without_a_type_are_null_for_a_typed_one(spark: SparkSession) -> None:
     """So NULL may replace the whole call."""
     given = spark.sql(f"SELECT {', '.join(f'{sql} AS {name}' for name, sql in VALUES.items())}")

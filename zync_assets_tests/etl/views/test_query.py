@@ -1,0 +1,65 @@
+"""The types of a view's query, and the definitions that its result is staged by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from zync_assets.errors import EtlError, FieldMissing
+from zync_assets.local.services import Services
+from zync_assets_tests.mini import Mini, make_pipeline, mini_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+TEXT = """
+inputs:
+  - {{topic: {prefix}.t, pool: Raw, format: json, key-schema: id bigint,
+     value-schema: "id bigint, of bigint, tags map<string, string>"}}
+outputs:
+  - {{topic: {prefix}.one, pool: Staging, format: json, create: {{}}}}
+  - {{topic: {prefix}.two, pool: Staging, format: json, create: {{}}}}
+transforms:
+  - {{type: view, tables: {{t: {prefix}.t}}, from: t, key: {{of: t.of}}, value: {{n: count(*), tags: {tags}}}, out: {prefix}.one}}
+  - {{type: view, tables: {{t: {prefix}.t}}, from: t, key: {{id: t.id}}, value: {{tags: t.tags}}, out: {prefix}.two}}
+"""
+
+
+def made(services: Services, spark: SparkSession, folder: Path, prefix: str, tags: str) -> Mini:
+    text = TEXT.format(prefix=prefix, tags=tags)
+    it = mini_of(make_pipeline(services, folder, text, partitions=1), spark)
+    it.send(f"{prefix}.t", *((f'{{"id": {id}}}', {"id": id, "of": 7, "tags": {"a": "b"}}) for id in (1, 2)))
+    it.ingest()
+    return it
+
+
+@pytest.mark.parametrize("tags", ["t.tags", "collect_list(t.tags)", "max(t.tags)"])
+def test_a_map_that_spark_must_compare_is_an_error_with_a_cure(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, tags: str
+) -> None:
+    it = made(services, spark, tmp_path, unique, tags)
+    with pytest.raises(EtlError, match=r"Spark compares no maps .* Write map_entries\(\.\.\.\) of the map"):
+        it.etl()
+
+
+def test_a_field_that_no_table_has_is_an_error_with_a_cure(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = made(services, spark, tmp_path, unique, "t.tag")
+    with pytest.raises(FieldMissing, match=r"rule 1-view: .*`tag`.* Correct the name, or wait for a record"):
+        it.etl()
+
+
+def test_the_cure_for_a_map_works_and_every_edited_view_is_named(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = made(services, spark, tmp_path, unique, "map_entries(t.tags)")
+    it.etl()
+    assert [row["value"] for row in it.staged(f"{unique}.one")] == [{"n": 2, "tags": [{"key": "a", "value": "b"}]}]
+    assert [row["value"]["tags"] for row in it.staged(f"{unique}.two")] == [[("a", "b")], [("a", "b")]]
+    path = it.pipeline.path
+    path.write_text(path.read_text().replace("count(*)", "count(t.id)").replace("value: {tags: t", "value: {all: t"))
+    with pytest.raises(EtlError, match=r"the definitions of the views 1-view, 2-view changed .* zync rebuild"):
+        mini_of(it.loaded(), spark).etl()
