@@ -412,8 +412,7 @@ def _wheres(fields: Fields, section: Section) -> dict[str, str | None]:
         return dict.fromkeys(section.sides)
     sides = Fields(node, fields.key("where"), fields.problems, known_names(section.where))
     if not node.entries:
-        each = " and ".join(f"{side}:" for side in section.sides)
-        fields.problem("where", f"is empty; write an expression, or {each} with one each")
+        fields.problem("where", f"is empty; write an expression, or {':, '.join(section.sides)}: with one each")
     return {side: read_condition(sides, side, over()) for side in section.sides}
 
 
@@ -423,8 +422,7 @@ def _shape_of(fields: Fields, key: str, check: Check, cure: str, side: SideForma
         fields.problem(key, f"is missing; {cure}")
         return None
     if isinstance(node, YamlTable) and side is not None and side.format in ("string", "bytes"):
-        message = f"must be one expression, not a mapping: the output's {key} format is {side.format}"
-        fields.problem(key, message)
+        fields.problem(key, f"must be one expression, not a mapping: the output's {key} format is {side.format}")
     return read_shape(node, fields.key(key), fields.line_of(key), check, fields.problems)
 
 
@@ -438,10 +436,9 @@ def _check_reach(placed: list[_Placed], pools: Mapping[str, str]) -> None:
                 if topic in others and leaves_nothing(others[topic], condition):
                     side = "records" if later.rule.group is not None else later.rule.sides[0].name
                     where = "where" if "where" in later.fields else side
-                    line = earlier.fields.line
                     later.fields.problem(
                         where,
-                        f"never matches: rule `{earlier.rule.name}` (line {line}) takes all such records of "
+                        f"never matches: rule `{earlier.rule.name}` (line {earlier.fields.line}) takes all such records of "
                         f"`{topic}` first; narrow its where, or put this rule before it",
                     )
                     break
