@@ -64,6 +64,7 @@ from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file.references import with_lake_names
 from zync_assets.pipeline_file.zed.types import with_topic_types
 from zync_assets.spark.failures import spark_failures
+from zync_assets.spark.tasks import guarded_elements
 from zync_assets.upkeep import apply_retention, keep_up
 
 if TYPE_CHECKING:
@@ -90,12 +91,16 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     refuse_blocks(snapshot, reader, batch.plan.ranges, outcome)
     refuse_disorder(snapshot, reader, batch.plan.ranges, outcome)
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
-    with spark_failures(
-        lambda text: EtlError(
-            f"{place}: {text} Nothing was committed; correct the rule or the data (try_cast gives NULL where cast fails)."
-        )
+    own = pipeline.rules_of(batch.plan.pool)
+    with (
+        guarded_elements(batch.spark, repr(own)),
+        spark_failures(
+            lambda text: EtlError(
+                f"{place}: {text} Nothing was committed; correct the rule or the data (try_cast gives NULL where cast fails)."
+            )
+        ),
     ):
-        rules = fingerprints(pipeline.rules_of(batch.plan.pool))
+        rules = fingerprints(own)
         pipeline = with_topic_types(pipeline, batch.plan.raw)
         try:
             return _commit(pipeline, batch, rules)
@@ -103,8 +108,8 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
             known = with_missing_fields(pipeline, batch.plan.pool, batch.plan.raw)
             if known is None:
                 raise error
-            own, tables = known
-            return _commit(own, with_raw(pipeline, batch, tables), rules)
+            filled, tables = known
+            return _commit(filled, with_raw(pipeline, batch, tables), rules)
 
 
 def _commit(pipeline: Pipeline, batch: EtlBatch, rules: Mapping[str, str]) -> EtlCommit:

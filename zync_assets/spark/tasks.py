@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -67,6 +68,23 @@ def sorted_groups(spark: SparkSession) -> Generator[None]:
     settings = {"spark.sql.execution.useObjectHashAggregateExec": "false", "spark.sql.autoBroadcastJoinThreshold": "-1"}
     with _with_settings(spark, settings):
         yield
+
+
+@contextmanager
+def guarded_elements(spark: SparkSession, expressions: str) -> Generator[None]:
+    """The session that computes ``items[0].sku`` only where the CASE around it says so. ``expressions``: the text of all.
+
+    Spark's rule NestedColumnAliasing (4.1.4) computes the field of an element below a join, for every row of a side, and fails
+    for an index that is out of bounds. Without the rule, Spark reads whole structs: it is off for such expressions alone.
+    """
+    if not _ELEMENT.search(expressions):
+        yield
+        return
+    with _with_settings(spark, {"spark.sql.optimizer.nestedSchemaPruning.enabled": "false"}):
+        yield
+
+
+_ELEMENT = re.compile(r"\]\s*\.")
 
 
 @contextmanager

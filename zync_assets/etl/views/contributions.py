@@ -16,6 +16,7 @@ from zync_assets.pipeline import Rule
 from zync_assets.spark import frames
 from zync_assets.spark.frames import union
 from zync_assets.spark.sql import text_sql
+from zync_assets.spark.tasks import guarded_elements
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -59,7 +60,8 @@ def contributions(
         joined.where(f"{V} = 1").selectExpr(f"{text_sql(alias)} AS alias", f"inline({CAUSE}_{at})")
         for at, alias in enumerate(query.aliases)
     )
-    rows = each.select("alias", "partition", "offset").distinct().collect()
+    with guarded_elements(spark, repr(rule)):
+        rows = each.select("alias", "partition", "offset").distinct().collect()
     places = [Contribution(row["alias"], tables[row["alias"]].topic, row["partition"], row["offset"]) for row in rows]
     return sorted(places, key=lambda item: (query.aliases.index(item.alias), item.partition, item.offset))
 
