@@ -9,11 +9,9 @@ leaves out a field of the condition tells nothing of it: it updates the row if t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,17 +20,30 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.fields import connect_note_of, fields_of
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import SinkError, TargetRefused
-from zync_assets.etl.rules.output_schemas import parse_group
+from zync_assets.etl.rules.output_schemas import parse_group, value_fields
 from zync_assets.pipeline import Sink, SinkTable
-from zync_assets.sinks.fold import CREATION, DELETE, OFFSET, OP, SET, UPSERT, Mask, Records
+from zync_assets.sinks.fold import (
+    CREATION,
+    DELETE,
+    OFFSET,
+    OP,
+    SET,
+    UPSERT,
+    Mask,
+    PartialRecords,
+    Records,
+    unavailable,
+)
 from zync_assets.sinks.target import Column, TableSpec, Target, checked_times, in_units, time_of
-from zync_assets.spark.sql import name_sql, path_sql, text_sql
+from zync_assets.spark.sql import name_sql
 
 COORDINATES = ("topic", "partition", "offset")
 PARTITION, IS_DELETE, GROUP, LEFT_OUT = "zync_partition", "zync_delete", "zync_schema", "zync_left_out"
 IS_UPDATE, FAILED = "zync_update", "zync_failed"
 """Columns of a source's frame beside the columns of the table and OFFSET."""
 
+NO_VALUE = "value IS NULL"
+"""The condition of a tombstone."""
 _COORDINATE_TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
 _ENVELOPE = {"before", "after", "op"}
 _JSON = "map('ignoreNullFields', 'false', 'timestampFormat', 'yyyy-MM-dd\\'T\\'HH:mm:ss.SSSSSSXXX')"
@@ -42,21 +53,23 @@ _JSON = "map('ignoreNullFields', 'false', 'timestampFormat', 'yyyy-MM-dd\\'T\\'H
 class SourceColumn:
     """A column with its value in a record. ``sql``: over ``kafka``, ``key`` and ``value``. ``name``: of the field in the
     source's value, whose absence leaves the column as it is; None: every record has the column. ``path``: of the column's field;
-    None: the column is an expression. ``units``: microseconds in the unit of a number that becomes a time; 0: no such number."""
+    None: the column is an expression. ``units``: microseconds in the unit of a number that becomes a time; 0: no such number.
+    ``unset``: whether a record leaves the column as it is for another reason, as SQL; None: no record does."""
 
     column: Column
     sql: str
     name: str | None = None
     path: tuple[str, ...] | None = None
     units: int = 0
+    unset: str | None = None
 
 
 @dataclass(frozen=True)
 class Layout:
     """How the records of a source become rows of a table.
 
-    ``schemas``: fingerprint → the fields that a staged record of the schema has, None for all. ``placeholder``: Debezium's text
-    for a value that it did not send. ``function``: as ``Sink.before``. ``update_sql``: whether a record makes no new row.
+    ``schemas``: fingerprint → the fields that a staged record of the schema has, None for all. ``function``: as ``Sink.before``.
+    ``update_sql``: whether a record makes no new row.
     """
 
     spec: TableSpec
@@ -64,19 +77,22 @@ class Layout:
     delete_sql: str
     where: tuple[str, ...] = ()
     schemas: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
-    placeholder: str | None = None
     function: str | None = None
     update_sql: str | None = None
 
     def select(self, *, staged: bool, guarded: Collection[str] | None = None) -> list[str]:
         """The expressions of a source's frame. The columns of the table are ``c0``, ``c1`` and so on.
 
+        ``u1`` is true where a record leaves the column ``c1`` as it is.
         ``guarded``: the SQL of columns that Spark computes only where the frame's column FAILED is null. None: the frame has no
         column FAILED.
         """
         safe = "{}" if guarded is None else f"CASE WHEN {FAILED} IS NULL THEN {{}} END"
         own = [safe.format(_as_json(item)) if item.sql in (guarded or ()) else _as_json(item) for item in self.columns]
         own = [f"{sql} AS c{number}" for number, sql in enumerate(own)]
+        own += [
+            f"coalesce({item.unset}, false) AS u{at}" for at, item in enumerate(self.columns) if item.unset is not None
+        ]
         groups = ["schema", "left_out"] if staged else ["NULL", "NULL"]
         marks = ["kafka.partition", "kafka.offset", f"coalesce({safe.format(self.delete_sql)}, false)", *groups]
         names = [PARTITION, OFFSET, IS_DELETE, GROUP, LEFT_OUT]
@@ -94,7 +110,8 @@ class Layout:
     def records(self, batch: pa.RecordBatch) -> Records:
         """The records of a source's frame. Raises TargetRefused for a null in a key column."""
         arrays = [_converted(batch.column(number), item) for number, item in enumerate(self.columns)]
-        rows, is_set = self._rows(arrays), self._is_set(batch, arrays)
+        rows = self._rows(arrays)
+        is_set = self._is_set(batch, rows)
         is_delete = batch.column(IS_DELETE).to_numpy(zero_copy_only=False)
         is_update = batch.column(IS_UPDATE).to_numpy(zero_copy_only=False) if self.update_sql is not None else None
         return Records(rows, is_delete, is_set, batch.column(OFFSET).to_numpy(), is_update)
@@ -112,7 +129,7 @@ class Layout:
     @property
     def is_whole(self) -> bool:
         """Whether no record leaves a column as it is."""
-        return self.spec.mode == "insert" or (not self.schemas and self.placeholder is None)
+        return self.spec.mode == "insert" or not (self.schemas or any(item.unset for item in self.columns))
 
     def appended(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows of a source's frame as a load table takes them, one for each record."""
@@ -140,19 +157,23 @@ class Layout:
                 )
         return rows
 
-    def _is_set(self, batch: pa.RecordBatch, arrays: Sequence[pa.Array]) -> Mask:
-        """By row and by column outside the key: whether the record has the column."""
+    def _is_set(self, batch: pa.RecordBatch, rows: pa.RecordBatch) -> Mask:
+        """By row and by column outside the key: whether the record has the column.
+
+        A record that lacks a column has none that the user's function adds as a null: the function lacked a value for it.
+        """
         names = [column.name for column in self.spec.others]
         by_name = {item.column.name: (number, item) for number, item in enumerate(self.columns)}
         is_set = np.ones((batch.num_rows, len(names)), np.bool_)
         if self.schemas:
             self._without_left_out(batch, names, by_name, is_set)
-        if self.placeholder is not None:
-            for at, name in enumerate(names):
-                values = arrays[by_name[name][0]] if name in by_name else None
-                if values is not None and (pa.types.is_string(values.type) or pa.types.is_binary(values.type)):
-                    there = pc.not_equal(values, pa.scalar(self.placeholder).cast(values.type))
-                    is_set[:, at] = pc.fill_null(there, True).to_numpy(zero_copy_only=False)
+        for at, name in enumerate(names):
+            if name in by_name and by_name[name][1].unset is not None:
+                is_set[:, at] &= ~batch.column(f"u{by_name[name][0]}").to_numpy(zero_copy_only=False)
+        is_partial = ~is_set.all(axis=1)
+        for at, name in enumerate(names):
+            if name not in by_name:
+                is_set[:, at] = ~(is_partial & rows.column(name).is_null().to_numpy(zero_copy_only=False))
         return is_set
 
     def _without_left_out(
@@ -219,12 +240,18 @@ def make_layout(
     staged topic. ``types``: the types of the expressions of ``before: {set: ...}``. Raises SinkError if the key is missing.
     """
     root, kind = "value", sides.get("value", pa.null())
-    deletes = "value IS NULL"
+    deletes = NO_VALUE
     envelope = sink.mode == "upsert" and not table.staged and _is_envelope(kind)
     if envelope:
         root, kind = "value.after", kind.field("after").type
-        deletes = "value IS NULL OR value.op = 'd'"
-    values = {item.column.name: item for item in _side(root, kind, "value")}
+        deletes = f"{NO_VALUE} OR value.op = 'd'"
+    partial = PartialRecords(
+        root,
+        kind,
+        {name: value_fields(text) for name, text in schemas.items()},
+        placeholder if envelope else None,
+    )
+    values = {item.column.name: item for item in _side(root, kind, "value", partial.placeholder)}
     keys = _key(sink, table, sides, values)
     if sink.mode == "insert":
         places = [_coordinate(name, f"kafka_{name}") for name in COORDINATES]
@@ -237,7 +264,8 @@ def make_layout(
         columns = {**values, **chosen}
         columns = {**chosen, **columns}
     for name, sql in sink.added.items():
-        columns[name] = SourceColumn(Column(name, types[name], ""), sql)
+        unset = " OR ".join(partial.lacks(sql)) if sink.mode == "upsert" else ""
+        columns[name] = SourceColumn(Column(name, types[name], ""), sql, unset=unset or None)
     if sink.include is not None:
         if unknown := [name for name in sink.include if name not in columns]:
             raise SinkError(
@@ -283,15 +311,14 @@ def make_layout(
         spec,
         tuple(made),
         deletes if sink.mode == "upsert" else "false",
-        schemas={name: _fields(text) for name, text in schemas.items()},
-        placeholder=placeholder if envelope else None,
+        schemas=partial.schemas,
         function=sink.before,
     )
-    return _with_condition(whole, sink, [item.sql for item in made if item.column.name in key], root, kind)
+    return _with_condition(whole, sink, [item.sql for item in made if item.column.name in key], partial)
 
 
-def _with_condition(whole: Layout, sink: Sink, keys: Sequence[str], root: str, kind: pa.DataType) -> Layout:
-    """A layout with the conditions of the sink. ``keys``: the key columns' SQL; ``root``, ``kind``: the row and its type."""
+def _with_condition(whole: Layout, sink: Sink, keys: Sequence[str], partial: PartialRecords) -> Layout:
+    """A layout with the conditions of the sink. ``keys``: the key columns' SQL."""
     # Spark's workers load no parser.
     from zync_assets.pipeline_file.conditions import is_of_key
 
@@ -301,7 +328,7 @@ def _with_condition(whole: Layout, sink: Sink, keys: Sequence[str], root: str, k
         return replace(whole, where=where)
     if sink.where is None or is_of_key(sink.where):
         return replace(whole, where=where if sink.delete else (*where, f"NOT {deleted}"))
-    unsure = " OR ".join(_unsure(whole, sink.where, root, kind)) or None
+    unsure = " OR ".join(partial.lacks(sink.where)) or None
     meets = " OR ".join([f"coalesce({sink.where}, false)", *([unsure] if unsure else [])])
     if not sink.delete:
         return replace(whole, where=(meets, f"NOT {deleted}"), update_sql=unsure)
@@ -309,41 +336,6 @@ def _with_condition(whole: Layout, sink: Sink, keys: Sequence[str], root: str, k
     there = " AND ".join(f"{key} IS NOT NULL" for key in keys)
     gone = f"{deleted} OR NOT ({meets})"
     return replace(whole, delete_sql=gone, where=(f"{deleted} OR {meets} OR ({there})",), update_sql=unsure)
-
-
-def _unsure(whole: Layout, where: str, root: str, kind: pa.DataType) -> Iterator[str]:
-    """Whether a record leaves out a field that a condition names, as SQL; ``root`` and ``kind`` as in ``_with_condition``."""
-    from zync_assets.pipeline_file.expressions import columns, parse
-
-    depth = root.count(".") + 1
-    fields = {item.name.lower(): item for item in fields_of(kind)} if pa.types.is_struct(kind) else {}
-    paths = [parts for parts in columns(parse(where).tree) if ".".join(parts[:depth]).lower() == root]
-    named = [
-        (fields[parts[depth].lower()], parts[depth + 1 :])
-        for parts in sorted(set(paths))
-        if len(parts) > depth and parts[depth].lower() in fields
-    ]
-    names = {original_name(item.name) for item, _ in named}
-    if lacks := [print_ for print_, own in whole.schemas.items() if own is not None and names - own]:
-        yield f"schema IN ({', '.join(map(text_sql, sorted(lacks)))})"
-    if whole.schemas and named:
-        left = [("value", item.name, *inner[:at]) for item, inner in named for at in range(len(inner) + 1)]
-        texts = ", ".join(text_sql(path_sql(path)) for path in left)
-        yield f"coalesce(arrays_overlap(left_out, array({texts})), false)"
-    for item, _ in named if whole.placeholder is not None else ():
-        if pa.types.is_string(item.type) or pa.types.is_binary(item.type):
-            text = text_sql(whole.placeholder or "")
-            same = text if pa.types.is_string(item.type) else f"CAST({text} AS BINARY)"
-            yield f"coalesce({root}.{name_sql(item.name)} = {same}, false)"
-
-
-def whole_layout(sink: Sink, table: SinkTable, columns: Mapping[str, pa.DataType], comment: str) -> Layout:
-    """The layout of records that are written as the source has them. ``columns``: of the source's frame."""
-    made = [
-        SourceColumn(Column(name, kind, name), name) for name, kind in columns.items() if not pa.types.is_null(kind)
-    ]
-    spec = TableSpec(table.name, tuple(item.column for item in made), (), "insert", comment)
-    return Layout(spec, tuple(made), "false", (sink.where,) if sink.where is not None else ())
 
 
 def _after(function: str, spec: TableSpec) -> tuple[Column, ...]:
@@ -401,7 +393,7 @@ def _key_column(
             return replace(single, column=replace(single.column, name=wanted))
     wanted = own if dot and side == "value" else name
     if side != "key" and wanted in values:
-        return replace(values[wanted], name=None)
+        return replace(values[wanted], name=None, unset=None)
     there = ", ".join([*(f"key.{item}" for item in of_key), *(f"value.{item}" for item in values)])
     raise SinkError(
         f"sink {sink.name}, {table.source}: key: names {name}, and the records have {there or 'no fields'}. Correct the name."
@@ -412,8 +404,8 @@ def _coordinate(name: str, column: str) -> SourceColumn:
     return SourceColumn(Column(column, _COORDINATE_TYPES[name], f"kafka.{name}"), f"kafka.{name}", path=("kafka", name))
 
 
-def _side(root: str, kind: pa.DataType, side: str) -> Iterator[SourceColumn]:
-    """The columns of a key or a value: a struct's fields, or the one value itself."""
+def _side(root: str, kind: pa.DataType, side: str, placeholder: str | None = None) -> Iterator[SourceColumn]:
+    """The columns of a key or a value: a struct's fields, or the one value itself. ``placeholder``: as ``PartialRecords``."""
     if pa.types.is_null(kind):
         return
     if not pa.types.is_struct(kind):
@@ -425,7 +417,8 @@ def _side(root: str, kind: pa.DataType, side: str) -> Iterator[SourceColumn]:
         own, units = time_of(item, note)
         column = Column(name, own, f"{side}.{name}", note=note.name)
         source_name, path = name if side == "value" else None, (*root.split("."), item.name)
-        yield SourceColumn(column, f"{root}.{name_sql(item.name)}", source_name, path, units)
+        unset = unavailable(root, item, placeholder)
+        yield SourceColumn(column, f"{root}.{name_sql(item.name)}", source_name, path, units, unset)
 
 
 def _as_json(item: SourceColumn) -> str:
@@ -438,12 +431,3 @@ def _converted(values: pa.Array, item: SourceColumn) -> pa.Array:
     if item.units:
         values = in_units(values, item.units, column)
     return checked_times(values if values.type == kind else values.cast(kind), column)
-
-
-def _fields(text: str) -> frozenset[str] | None:
-    """The fields of an output schema's value; None for a value that is no record."""
-    schema: Any = json.loads(text)["value"]["schema"]
-    for branch in schema if isinstance(schema, list) else [schema]:
-        if isinstance(branch, dict) and branch.get("type") == "record":
-            return frozenset(item["name"] for item in branch["fields"])
-    return None

@@ -11,11 +11,13 @@ The column SET has ``1`` for a column that the change sets, ``2`` for one that i
 for another one, in the order of the columns. It is null if the change sets all columns, but never of an update. The column
 OFFSET has the offset of the key's last record. The column CREATION has the offset of the first record after the last delete
 that makes the row if it is not there; null if no record does.
+
+``PartialRecords`` says which records leave out a field that an expression names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +25,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.fields import fields_of
+from zync_assets.codecs.spark_types import original_name, spark_type
+from zync_assets.spark.sql import is_placeholder, name_sql, path_sql, text_sql
 
 OP, SET, OFFSET, CREATION = "zync_op", "zync_set", "zync_offset", "zync_creation"
 UPSERT, REPLACE, DELETE, UPDATE = "u", "r", "d", "e"
@@ -140,3 +145,53 @@ def _begins(rows: pa.RecordBatch, keys: Sequence[str]) -> Mask:
         differs = pc.not_equal(column.slice(1), column.slice(0, max(0, len(column) - 1)))
         begins[1:] |= differs.to_numpy(zero_copy_only=False)
     return begins
+
+
+@dataclass(frozen=True)
+class PartialRecords:
+    """The records that leave out fields of their row.
+
+    ``root``, ``kind``: SQL and type of the row. ``schemas``: as ``columns.Layout``. ``placeholder``: Debezium's text for a value
+    that it did not send; None: every value was sent.
+    """
+
+    root: str
+    kind: pa.DataType
+    schemas: Mapping[str, frozenset[str] | None]
+    placeholder: str | None
+
+    def lacks(self, sql: str) -> Iterator[str]:
+        """The conditions, any of which says that a record leaves out a field that an expression names."""
+        # Spark's workers load no parser.
+        from zync_assets.pipeline_file.expressions import columns, parse
+
+        root = self.root.lower().split(".")
+        kind = self.kind
+        fields = {item.name.lower(): item for item in fields_of(kind)} if pa.types.is_struct(kind) else {}
+        named: list[tuple[pa.Field, Sequence[str]]] = []
+        for path in sorted(set(columns(parse(sql).tree))):
+            begin = [part.lower() for part in path[: len(root)]]
+            if begin == root[: len(path)] and len(path) <= len(root):
+                # The whole row.
+                named += [(item, ()) for item in fields.values()]
+            elif begin == root and path[len(root)].lower() in fields:
+                named.append((fields[path[len(root)].lower()], path[len(root) + 1 :]))
+        names = {original_name(item.name) for item, _ in named}
+        if prints := [print_ for print_, own in self.schemas.items() if own is not None and names - own]:
+            yield f"schema IN ({', '.join(map(text_sql, sorted(prints)))})"
+        if self.schemas and named:
+            left = [("value", item.name, *inner[:at]) for item, inner in named for at in range(len(inner) + 1)]
+            texts = ", ".join(text_sql(path_sql(path)) for path in left)
+            yield f"coalesce(arrays_overlap(left_out, array({texts})), false)"
+        for item, _ in named:
+            if (condition := unavailable(self.root, item, self.placeholder)) is not None:
+                yield f"coalesce({condition}, false)"
+
+
+def unavailable(root: str, item: pa.Field, placeholder: str | None) -> str | None:
+    """Whether a field of a row is Debezium's placeholder, as SQL; None for a field that can't be."""
+    return (
+        None
+        if placeholder is None
+        else is_placeholder(f"{root}.{name_sql(item.name)}", spark_type(item.type), placeholder)
+    )

@@ -29,14 +29,14 @@ from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import (
     FAILED,
     IS_DELETE,
+    NO_VALUE,
     OFFSET,
     PARTITION,
     Layout,
     SourceColumn,
     make_layout,
-    whole_layout,
 )
-from zync_assets.sinks.target import Place, Progress, Target, named, open_target
+from zync_assets.sinks.target import Column, Place, Progress, TableSpec, Target, named, open_target
 from zync_assets.spark import frames
 from zync_assets.spark.failures import fails, spark_failures
 from zync_assets.spark.session import Session, lazy_session
@@ -199,7 +199,7 @@ def plain_source(plan: SinkPlan, whole: Layout) -> PlainSource | None:
         and all(item.path is not None and not item.column.as_json for item in whole.columns)
     )
     has_deletes = sink.mode == "upsert"
-    if state is None or not is_plain or (has_deletes and (staged or whole.placeholder is not None)):
+    if state is None or not is_plain or (has_deletes and (staged or whole.delete_sql != NO_VALUE)):
         return None
     sides = side_names(plan)
     present = {side: name for side, name in sides.items() if name in state.schema.names}
@@ -313,7 +313,7 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
         if isinstance(state, RawState) and state.with_ids:
             ids = [schema.field(name) for name in frames.SCHEMA_IDS]
             columns["kafka"] = pa.struct([*schema.field("kafka").type, *ids])
-        return whole_layout(sink, table, columns | _staged_columns(schema, staged=table.staged), comment)
+        return _whole_layout(sink, table, columns | _staged_columns(schema, staged=table.staged), comment)
     sides = {side: schema.field(name).type for side, name in names.items() if name in schema.names}
     schemas = (
         {name: text for name, (topic, text) in state.head.schemas.items() if topic == table.topic}
@@ -340,6 +340,15 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
     )
     _check_names(plan, target, whole)
     return whole
+
+
+def _whole_layout(sink: Sink, table: SinkTable, columns: Mapping[str, pa.DataType], comment: str) -> Layout:
+    """The layout of records that are written as the source has them. ``columns``: of the source's frame."""
+    made = [
+        SourceColumn(Column(name, kind, name), name) for name, kind in columns.items() if not pa.types.is_null(kind)
+    ]
+    spec = TableSpec(table.name, tuple(item.column for item in made), (), "insert", comment)
+    return Layout(spec, tuple(made), "false", (sink.where,) if sink.where is not None else ())
 
 
 def _held_type(plan: SinkPlan, name: str, kind: DataType) -> pa.DataType:

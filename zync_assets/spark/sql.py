@@ -1,6 +1,6 @@
 """Spark SQL: names, texts and shapes as SQL writes them, and the settings that results depend on.
 
-Names, texts and shapes as they stand in Spark SQL.
+Names, texts and shapes as they stand in Spark SQL, and the forms of Debezium's placeholder for a value that it did not send.
 
 The Spark settings on which results or secrets depend. Every session gets these settings: a local session, a session
 on a Spark Connect server, and a session on the shared server.
@@ -8,9 +8,17 @@ on a Spark Connect server, and a session on the shared server.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from typing import TYPE_CHECKING
 
 from zync_assets.pipeline import Shape
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
 
 
 def shape_sql(shape: Shape) -> str:
@@ -98,6 +106,83 @@ def tuple_sql(values: Sequence[str]) -> str:
 def path_sql(path: Sequence[str]) -> str:
     """A field's path as Spark writes it, ``value.address.street``; names with dots are in back quotes."""
     return ".".join(name_sql(name) if "." in name or "`" in name else name for name in path)
+
+
+_HEX = "hex:"
+
+
+def placeholder_bytes(text: str) -> bytes:
+    """The bytes of a placeholder as Debezium's property says it: UTF-8, or hexadecimal after ``hex:``. ValueError."""
+    return bytes.fromhex(text.removeprefix(_HEX)) if text.startswith(_HEX) else text.encode()
+
+
+def is_placeholder(column: str, kind: DataType, placeholder: str) -> str | None:
+    """Whether a value is Debezium's placeholder, as a condition that may be null; None for a type that can't hold it.
+
+    PostgreSQL does not log large values that an update leaves unchanged (TOAST). Debezium puts ``unavailable.value.placeholder``
+    there, in a form of the column's type (``UnchangedToastedPlaceholder`` of its PostgreSQL connector):
+
+    - a string: the placeholder itself
+    - binary: the placeholder's bytes
+    - an array of strings or binary: the placeholder as the only item
+    - an array of UUIDs: the name-based UUID of the placeholder's bytes
+    - an array of numbers, dates or times: an element for each byte
+    - an hstore, as a map or as JSON: the placeholder mapped to itself
+
+    Arrays of booleans are ignored, because an array with a true for each byte may be a value.
+    """
+    from pyspark.sql.types import ArrayType, BinaryType, MapType, StringType
+
+    raw = placeholder_bytes(placeholder)
+    text = raw.decode(errors="replace")
+    if isinstance(kind, StringType):
+        return f"{column} IN ({', '.join(placeholder_texts(placeholder))})"
+    if isinstance(kind, BinaryType):
+        return f"{column} <=> {_bytes_sql(raw)}"
+    if isinstance(kind, ArrayType):
+        return " OR ".join(f"{column} <=> {form}" for form in _placeholder_arrays(kind.elementType, raw, text)) or None
+    if isinstance(kind, MapType) and isinstance(kind.keyType, StringType) and isinstance(kind.valueType, StringType):
+        held = f"try_element_at({column}, {text_sql(text)}) = {text_sql(text)}"
+        return f"(size({column}) = 1 AND {held})"
+    return None
+
+
+def placeholder_texts(placeholder: str) -> tuple[str, str]:
+    """The forms of the placeholder as SQL strings: the placeholder, and the JSON of an hstore that maps it to itself."""
+    text = placeholder_bytes(placeholder).decode(errors="replace")
+    as_hstore = json.dumps({text: text}, ensure_ascii=False, separators=(",", ":"))
+    return text_sql(text), text_sql(as_hstore)
+
+
+def _placeholder_arrays(inner: DataType, raw: bytes, text: str) -> list[str]:
+    from pyspark.sql import types as T
+
+    numbers = [str(int.from_bytes([one], "big", signed=True)) for one in raw]
+    forms: list[list[str]] = []
+    if isinstance(inner, T.StringType):
+        forms = [[text_sql(text)], [text_sql(str(_uuid(raw)))], [text_sql(one) for one in numbers]]
+    elif isinstance(inner, T.BinaryType):
+        forms = [[_bytes_sql(raw)]]
+    elif isinstance(inner, T.DecimalType) and inner.precision >= 3:
+        # The unscaled number is the byte.
+        digits = [f"{Decimal(one).scaleb(-inner.scale):f}" for one in numbers]
+        forms = [[f"CAST('{one}' AS {inner.simpleString()})" for one in digits]]
+    elif isinstance(inner, T.ByteType | T.ShortType | T.IntegerType | T.LongType | T.FloatType | T.DoubleType):
+        forms = [[f"CAST({one} AS {inner.simpleString()})" for one in numbers]]
+    elif isinstance(inner, T.DateType):
+        forms = [[f"date_from_unix_date({one})" for one in numbers]]
+    elif isinstance(inner, T.TimestampType):
+        forms = [[f"{unit}({one})" for one in numbers] for unit in ("timestamp_millis", "timestamp_micros")]
+    return [f"array({', '.join(form)})" for form in forms]
+
+
+def _bytes_sql(raw: bytes) -> str:
+    return f"X'{raw.hex()}'"
+
+
+def _uuid(raw: bytes) -> uuid.UUID:
+    """Java's ``UUID.nameUUIDFromBytes``: version 3 without a namespace."""
+    return uuid.UUID(bytes=hashlib.md5(raw, usedforsecurity=False).digest(), version=3)
 
 
 PINS: Mapping[str, str] = {

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from pyspark.sql.types import DataType, StructType
 
-from zync_assets.etl.encodability import left_out, placeholder_bytes
+from zync_assets.etl.encodability import left_out
+from zync_assets.spark.sql import placeholder_bytes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

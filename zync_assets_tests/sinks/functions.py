@@ -48,3 +48,10 @@ def rekeying(rows: pa.RecordBatch) -> pa.RecordBatch:
 def numbers(rows: pa.RecordBatch) -> pa.RecordBatch:
     """The rows with a column for the numbers in texts. Fails on a text that is none."""
     return rows.append_column("number", rows.column("v").cast(pa.int64()))
+
+
+def sizes(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows with the lengths of two columns."""
+    for name in ("v", "twice"):
+        rows = rows.append_column(f"size_of_{name}", pc.utf8_length(rows.column(name)))
+    return rows

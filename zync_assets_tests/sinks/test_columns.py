@@ -148,7 +148,10 @@ ENVELOPE = pa.struct(
 @pytest.mark.parametrize(
     ("where", "update"),
     [
-        ("value.after.V = 'a'", "coalesce(value.after.`v` = '__not_sent', false)"),
+        (
+            "value.after.V = 'a'",
+            """coalesce(value.after.`v` IN ('__not_sent', '{"__not_sent":"__not_sent"}'), false)""",
+        ),
         ("value.after.id > 1 AND value.op <> 'r'", None),
         ("key.id < 3", None),
     ],

@@ -451,6 +451,78 @@ def test_raw_tables_are_written_as_they_are_and_envelopes_as_their_rows(
     assert list(sink_awake(broken.pipeline, lambda: spark, rests)) == []
 
 
+def test_a_column_of_before_stays_where_a_record_leaves_out_its_fields(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, TEXT)
+    it = edited(
+        it,
+        "  - {name: sql, type: sqlite, url: shop.db, from: [Staging.$out], table: set_by_sql,\n"
+        "     before: {set: {v: upper(value.v), twice: upper(value.twice), size: length(value.twice), at: kafka.offset,\n"
+        "     all: 'to_json(value)'}}}\n"
+        "  - {name: function, type: sqlite, url: shop.db, from: [Staging.$out], table: set_by_function,\n"
+        "     before: {function: 'zync_assets_tests.sinks.functions:sizes'}}\n",
+    )
+    it.send(it.left, row(1, "a"), row(2, "b"))
+    it.step()
+    write(it)
+    it.send(it.left, row(1, "new", op="u"), row(3, "c", op="u"))
+    it.step()
+    write(it)
+    whole = '{"id":1,"v":"a","twice":"aa"}'
+    assert rows(it, 'SELECT id, v, twice, size, at, "all" FROM set_by_sql ORDER BY id') == [
+        (1, "NEW", "AA", 2, 2, whole),
+        (2, "B", "BB", 2, 1, whole.replace("1", "2").replace("a", "b")),
+        (3, "C", None, None, 3, None),
+    ]
+    assert rows(it, "SELECT id, v, twice, size_of_v, size_of_twice FROM set_by_function ORDER BY id") == [
+        (1, "new", "aa", 3, 2),
+        (2, "b", "bb", 1, 2),
+        (3, "c", None, 1, None),
+    ]
+
+
+UNSENT = """
+inputs:
+  - {topic: $left, pool: Raw, format: json, key-schema: id bigint,
+     value-schema: "before struct<id: bigint>, after struct<id: bigint, v: string, words: array<string>, map: map<string, string>,
+     numbers: array<int>, flags: array<boolean>>, op string"}
+  - {topic: $right, pool: Raw, format: json}
+outputs: [{topic: $out, pool: Staging}]
+transforms: [{type: stateless, in: $right, out: $out, key: null, value: {v: in.value}}]
+sinks:
+  - {name: shop, type: sqlite, url: shop.db, from: [Raw.$left], table: rows,
+     before: {set: {upper: upper(value.after.v), most: array_max(value.after.numbers)}}}
+"""
+
+
+def test_values_that_debezium_did_not_send_leave_columns_of_every_type(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, UNSENT)
+    text = "__debezium_unavailable_value"
+    sent = {"id": 1, "v": "a", "words": ["x", "y"], "map": {"k": "l"}, "numbers": [4, 2], "flags": [True]}
+    unsent = {
+        "id": 1,
+        "v": text,
+        "words": [text],
+        "map": {text: text},
+        "numbers": list(text.encode()),
+        "flags": [False],
+    }
+    it.send(it.left, *((b'{"id": 1}', {"before": None, "after": after, "op": "u"}) for after in (sent, unsent)))
+    it.ingest()
+    write(it)
+    expected = [(1, "a", '["x","y"]', '{"k":"l"}', "[4,2]", "[false]", "A", 4)]
+    assert rows(it) == expected
+    (sink,) = it.pipeline.sinks
+    assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
+    it.send(it.left, (b'{"id": 1}', {"before": None, "after": unsent, "op": "u"}))
+    it.ingest()
+    write(it)
+    assert rows(it) == expected
+
+
 POINTS = ("sink:prepared", "sink:loaded", "sink:merging", "sink:merged")
 """The crash points of a sink."""
 

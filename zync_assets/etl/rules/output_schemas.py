@@ -336,3 +336,12 @@ def _is_empty(schema: Any) -> bool:
 def is_empty(schema: str) -> bool:
     """Whether no field is left."""
     return _is_empty(json.loads(schema))
+
+
+def value_fields(text: str) -> frozenset[str] | None:
+    """The fields of an output schema's value; None for a value that is no record."""
+    schema: Any = json.loads(text)["value"]["schema"]
+    for branch in schema if isinstance(schema, list) else [schema]:
+        if isinstance(branch, dict) and branch.get("type") == "record":
+            return frozenset(item["name"] for item in branch["fields"])
+    return None

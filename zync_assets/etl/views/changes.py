@@ -35,11 +35,10 @@ from zync_assets.etl.views.state import (
 from zync_assets.etl.views.tables import VERSION, TableType, leaves_of, null_sql, place_sql
 from zync_assets.spark.failures import raised_text
 from zync_assets.spark.frames import union
-from zync_assets.spark.sql import name_sql, text_sql
+from zync_assets.spark.sql import is_placeholder, name_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
-    from pyspark.sql.types import DataType
 
 APPLIED = "applied"
 """The kind of the facts about records that became rows of a table. They are done."""
@@ -103,7 +102,7 @@ def table_records(
             if small
             else f"CASE WHEN {sampled} THEN {slice_place_sql(kind)} END"
         )
-        opens = " OR ".join(f"row.{name_sql(path)} = {sql}" for path, sql in _placeholders(kind, placeholder))
+        opens = " OR ".join(f"({condition})" for _, condition in _placeholders(kind, placeholder, "row"))
         frames.append(
             rows.selectExpr(
                 f"{text_sql(name)} AS name",
@@ -171,15 +170,17 @@ def _keyless(parts: Mapping[str, tuple[TableType, DataFrame]], names: Iterable[s
     return found
 
 
-def _placeholders(kind: TableType, placeholder: str | None) -> list[tuple[str, str]]:
-    """(column, SQL of the placeholder) of the columns that Debezium may leave out of an update."""
-    from pyspark.sql.types import BinaryType, StringType, StructType
+def _placeholders(kind: TableType, placeholder: str | None, row: str) -> list[tuple[str, str]]:
+    """(column, whether it is the placeholder) of the columns that Debezium may leave out of an update. ``row``: the row's SQL."""
+    from pyspark.sql.types import StructType
 
     if placeholder is None or not kind.envelope or not isinstance(kind.state_row, StructType):
         return []
-    text = text_sql(placeholder)
-    forms: dict[type[DataType], str] = {StringType: text, BinaryType: f"CAST({text} AS BINARY)"}
-    return [(item.name, forms[type(item.dataType)]) for item in kind.state_row if type(item.dataType) in forms]
+    found = (
+        (item.name, is_placeholder(f"{row}.{name_sql(item.name)}", item.dataType, placeholder))
+        for item in kind.state_row
+    )
+    return [(name, condition) for name, condition in found if condition is not None]
 
 
 @dataclass(frozen=True)
@@ -279,7 +280,9 @@ def _latest(
         "max(partition) AS highest",
     ]
     if records.opens:
-        columns.append(f"sort_array(collect_list(struct({at} AS at, row)){of}) AS rows")
+        # By the order alone: Spark compares no maps, and a row may have one.
+        order = "(a, b) -> CASE WHEN a.at < b.at THEN -1 WHEN a.at > b.at THEN 1 ELSE 0 END"
+        columns.append(f"array_sort(collect_list(struct({at} AS at, row)){of}, {order}) AS rows")
     if versions is not None:
         columns.append("collect_list(version) AS versions")
     grouped = frame.groupBy("key").agg(*map(F.expr, columns))
@@ -303,15 +306,13 @@ def _folded(kind: TableType, placeholder: str | None, start: str) -> str:
     from pyspark.sql.types import StructType
 
     assert isinstance(kind.state_row, StructType)
-    open_columns = dict(_placeholders(kind, placeholder))
+    open_columns = dict(_placeholders(kind, placeholder, "it.row"))
     parts: list[str] = []
     for item in kind.state_row:
         name = name_sql(item.name)
         value = f"it.row.{name}"
         if item.name in open_columns:
-            value = (
-                f"CASE WHEN {value} = {open_columns[item.name]} THEN coalesce(kept.{name}, {value}) ELSE {value} END"
-            )
+            value = f"CASE WHEN {open_columns[item.name]} THEN coalesce(kept.{name}, {value}) ELSE {value} END"
         parts.append(f"{text_sql(item.name)}, {value}")
     made = f"CAST(named_struct({', '.join(parts)}) AS {type_sql(kind.state_row)})"
     return f"aggregate(rows, {start}, (kept, it) -> CASE WHEN it.row IS NOT NULL THEN {made} END)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,25 @@ def test_rows_of_debezium(services: Services, spark: SparkSession, tmp_path: Pat
     it.ingest()
     with pytest.raises(EtlError, match=r'table .*: the record key .*"id":1.* comes in partitions 0 and 1\. '):
         it.etl()
+
+
+def test_a_value_of_any_type_that_was_not_sent_stays(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, of_each_size: None
+) -> None:
+    topic, text = f"{unique}.rows", UNAVAILABLE_VALUE
+    types = "words: array<string>, map: map<string, string>, numbers: array<int>, raw: binary"
+    fields = "words: t.words, map: t.map, numbers: t.numbers, raw: t.raw"
+    file = TEXT.replace("size bigint, note string", types).replace("size: t.size, note: t.note", fields)
+    it = mini_of(make_pipeline(services, tmp_path, file.format(topic=topic), partitions=1), spark)
+    sent = {"words": ["x", "y"], "map": {"k": "l"}, "numbers": [4, 2], "raw": base64.b64encode(b"z").decode()}
+    raw = base64.b64encode(text.encode()).decode()
+    unsent = {"words": [text], "map": {text: text}, "numbers": list(text.encode()), "raw": raw}
+    for rest in (sent, unsent, sent | {"numbers": [5]} | {"words": [text]}, unsent):
+        it.send(topic, ('{"id": 1}', {"op": "u", "after": {"id": 1, **rest}}))
+        it.step()
+    value = {"words": ["x", "y"], "map": [("k", "l")], "numbers": [4, 2], "raw": b"z"}
+    assert it.values() == [value, value | {"numbers": [5]}]
+    assert state_equals_raw(it.pipeline, "Staging", lambda: spark).passed
 
 
 def test_a_key_in_two_partitions_by_time(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
