@@ -31,7 +31,11 @@ _SPELLING = {"_": "__", ".": "_dot_", "-": "_dash_"}
 
 def identifier(name: str) -> str:
     """A topic's, table's or pipeline's name in letters, digits and underscores; different names give different ones."""
-    return re.sub(r"[^A-Za-z0-9]", lambda match: _SPELLING.get(match[0], f"_x{ord(match[0]):x}_"), name)
+    return re.sub(r"[^A-Za-z0-9]", lambda match: _spelling(match[0]), name)
+
+
+def _spelling(character: str) -> str:
+    return _SPELLING.get(character, f"_x{ord(character):x}_")
 
 
 def argument(topic: str) -> str:
@@ -82,8 +86,10 @@ class Names:
         return AssetKey([*self.prefix, pool, topic])
 
     def sink_key(self, sink: str, table: str) -> AssetKey:
-        """The asset of a target table: ``<sink>/<table>``."""
-        return AssetKey([*self.prefix, sink, table])
+        """The asset of a target table: ``<sink>/<table>``. Characters that no topic has are spelled out."""
+        # Dagster makes names of ops of the key. It takes the characters of topics, and no others.
+        name = re.sub(r"[^A-Za-z0-9_.-]", lambda match: _spelling(match[0]), table)
+        return AssetKey([*self.prefix, sink, name])
 
     def sink_partitions(self, table: SinkTable) -> str:
         """The name of the partitions definition of a target table: that of its source."""

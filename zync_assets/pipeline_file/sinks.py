@@ -305,13 +305,28 @@ def _url(item: Fields, sink_type: str, path: Path) -> str:
         return _files_url(item, url, path) if url else ""
     starts = SCHEMES.get(sink_type, ())
     if url and starts and not url.startswith(starts):
-        form = (
-            "the path of a file, or sqlite:////path"
-            if sink_type == "sqlite"
-            else f"{starts[0]}user:password@host/database"
-        )
+        form = "a file's path, or sqlite:////path" if sink_type == "sqlite" else f"{starts[0]}user:password@host/db"
         item.problem("url", f"is no address of a {sink_type} database; write {form}")
+    elif starts and (fault := _authority_fault(url)) is not None:
+        item.problem("url", fault)
     return url
+
+
+def _authority_fault(url: str) -> str | None:
+    """The fault of a URL's user, password, host and port, without their text; None if there is none.
+
+    A password with a bare @ or / would end up in the host's name, which errors show and DNS is asked for.
+    """
+    authority = re.split(r"[/?#]", url.partition("://")[2], maxsplit=1)[0]
+    user, at, hosts = authority.rpartition("@")
+    cure = "In a user or a password, write @ as %40, : as %3A, / as %2F, ? as %3F and # as %23"
+    if "@" in user or (at and ":" in user.partition(":")[2]):
+        return f"has an @ or a : too many before the host. {cure}"
+    for host in hosts.split(","):
+        name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
+        if name and port and not port.isdigit():
+            return f"has a port that is no number. Write host:port. {cure}"
+    return None
 
 
 def _files_url(item: Fields, url: str, path: Path) -> str:
@@ -364,6 +379,10 @@ def _tables(item: Fields, sources: list[SinkTable], sink_type: str, *, is_whole:
                     "table",
                     f"gives {other.source} and {source.source} the same table {name}; write {{whole-topic}}, or a sink for"
                     " each",
+                )
+            if not is_files and name.rpartition(".")[2].lower().startswith("zync_"):
+                item.problem(
+                    "table", f"gives {source.source} the table {name}; names with zync_ are zync's own tables'"
                 )
             found[name] = SinkTable(source.pool, source.topic, name, source.staged)
     return tuple(found.values())

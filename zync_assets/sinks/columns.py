@@ -291,7 +291,8 @@ def make_layout(
             f"sink {sink.name}, {table.source}: a load table has a column {own[0]} too. Give yours another name with columns:"
             " {rename: ...}."
         )
-    if twice := [name for name in names if names.count(name) > 1]:
+    same = [name.lower() if target.ignores_case else name for name in names]
+    if twice := [name for name, alike in zip(names, same, strict=True) if same.count(alike) > 1]:
         raise SinkError(
             f"sink {sink.name}, {table.source}: two columns would be called {twice[0]}. Give one another name with columns:"
             " {rename: ...}."

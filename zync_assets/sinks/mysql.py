@@ -94,6 +94,7 @@ class MysqlTarget(SqlTarget):
 
     days = (date(1000, 1, 1), date.max)
     infinities = False
+    ignores_case = True
     name_limit = 64, "characters"
     # SQLAlchemy does not find a column whose name has a backtick. Names have no characters outside of Unicode's first plane.
     odd_names = re.compile("[`\U00010000-\U0010ffff]")

@@ -60,6 +60,7 @@ class SqliteTarget(SqlTarget):
     """A file of SQLite."""
 
     tasks = 8
+    ignores_case = True
 
     def progress(self, place: Place) -> Progress:
         return super().progress(place) if self.path.exists() else Progress()

@@ -202,6 +202,9 @@ class Target(ABC):
     odd_names: re.Pattern[str] | None = None
     """Finds a character that no name of a table or column may have; None: names may have any."""
 
+    ignores_case = False
+    """Whether two names of columns that differ in case alone are one name."""
+
     whole_records = False
     """Whether the target takes records as the source has them: the columns ``kafka``, ``key`` and ``value``, in the order of
     (partition, offset), in one task. Such a target appends, and has no key."""

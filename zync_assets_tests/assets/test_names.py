@@ -52,6 +52,25 @@ def test_topics_that_look_alike_are_assets_of_their_own(tmp_path: Path) -> None:
     assert len(checks) == 4 * 1 + 4 * 4 + 2 * 4 + 2 * 1
 
 
+SINKS = """
+sinks:
+  - {name: one, type: sqlite, url: shop.db, from: [Raw.a.b], key: [id], table: order items}
+  - {name: one2, type: sqlite, url: shop.db, from: [Raw.a.b], key: [id], table: 'shop."größe" / `{topic}`'}
+"""
+
+
+def test_a_table_may_have_a_name_that_dagster_does_not_take(tmp_path: Path) -> None:
+    path = tmp_path / "lookalikes.yaml"
+    path.write_text(LOOKALIKES + SINKS)
+    definitions = build_definitions(pipeline_file.load(path))
+    Definitions.validate_loadable(definitions)
+    keys = {key.to_user_string() for key in definitions.resolve_asset_graph().get_all_asset_keys()}
+    assert {key for key in keys if key.startswith("one")} == {
+        "one/order_x20_items",
+        "one2/shop._x22_gr_xf6__xdf_e_x22__x20__x2f__x20__x60_b_x60_",
+    }
+
+
 @pytest.mark.parametrize("topic", ["shop.public.orders", "with_underscore", "with-dash"])
 def test_an_asset_key_holds_the_topic_as_it_is(topic: str) -> None:
     own = names.Names(PIPELINE)

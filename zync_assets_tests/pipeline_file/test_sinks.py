@@ -30,6 +30,30 @@ SHARED = "from: [Raw.shop.*], key: [id], table: orders"
         ("name: two", "name: a b", 8, "sinks[1].name: must consist of letters, digits and _"),
         ("type: sqlite", "type: sqlit", 7, "or a class as package.module:Class; did you mean `sqlite`?"),
         ("type: sqlite, url: shop.db", "type: postgres, url: 'mysql://u:secret@h/d'", 7, "is no address of a postgres"),
+        *(
+            ("type: sqlite, url: shop.db", f"type: {kind}, url: '{begin}{rest}'", 7, f"sinks[0].url: {message}")
+            for kind, begin in (
+                ("postgres", "postgresql://"),
+                ("mysql", "mysql://"),
+                ("clickhouse", "clickhouse://"),
+                ("databend", "databend://"),
+            )
+            for rest, message in (
+                (
+                    "me:S3CRE@TAIL@host:1/shop",
+                    "has an @ or a : too many before the host. In a user or a password, write @ as %40",
+                ),
+                ("me:S3:CRE@host/shop", "has an @ or a : too many before the host"),
+                ("me:S3/CRE@host/shop", "has a port that is no number. Write host:port"),
+                ("me:pw@host:abc/shop", "has a port that is no number. Write host:port"),
+            )
+        ),
+        (
+            "table: others",
+            "table: Zync_positions",
+            8,
+            "the table Zync_positions; names with zync_ are zync's own tables'",
+        ),
         ("Raw.shop.*", "Raw.shops.*", 7, "sinks[0].from: Raw.shops.* is no source"),
         ("Raw.shop.*", "Raw.*", 7, "gives Raw.shop.orders and Raw.web.orders the same table orders"),
         ("table: others", "mode: append", 8, "sinks[1].mode"),
@@ -46,6 +70,18 @@ SHARED = "from: [Raw.shop.*], key: [id], table: orders"
 )
 def test_an_error_names_line_key_and_cure(tmp_path: Path, old: str, new: str, line: int, message: str) -> None:
     assert_problem(tmp_path, TEXT, old, new, line, message)
+    with pytest.raises(PipelineFileError) as raised:
+        loaded(tmp_path, TEXT.replace(old, new, 1))
+    assert not any(part in str(raised.value) for part in ("S3", "CRE", "TAIL"))
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["postgresql://u:p%40w@a:1,b:2/d", "postgresql://u@[::1]:5/d", "postgresql://[::1]/d", "postgresql:///d?host=/tmp"],
+)
+def test_an_address_may_have_several_hosts_or_none(tmp_path: Path, url: str) -> None:
+    text = TEXT.replace("type: sqlite, url: shop.db", f"type: postgres, url: '{url}'", 1)
+    assert loaded(tmp_path, text).sinks[0].url == url
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnav
 from zync_assets.local.services import Services
 from zync_assets.sinks.clickhouse import ClickhouseTarget
 from zync_assets.sinks.fold import fold
+from zync_assets.sinks.steps import sink_all
 from zync_assets.sinks.target import BadRecord, Column, Merge, TableSpec, load_names
+from zync_assets_tests.mini import mini
 from zync_assets_tests.sinks.conformance import (
     ORIGIN,
     PLACE,
@@ -404,3 +406,29 @@ def test_a_sink_of_a_pipeline_writes_to_clickhouse(
 ) -> None:
     house = tmp_path / "house"
     play(services, spark, tmp_path, unique, "clickhouse", f"chdb://{house}", partial(query, house), " FINAL")
+
+
+ENVELOPE = """
+inputs:
+  - {topic: $left, pool: Raw, format: json, key-schema: id bigint,
+     value-schema: "before struct<id: bigint>, after struct<id: bigint, n: int>, op string"}
+  - {topic: $right, pool: Raw, format: json}
+outputs: [{topic: $out, pool: Staging}]
+transforms: [{type: stateless, in: $right, out: $out, key: null, value: {v: in.value}}]
+sinks:
+  - {name: house, type: clickhouse, url: "chdb://FOLDER", from: [Raw.$left], table: rows}
+"""
+
+
+def test_the_delete_of_an_envelope_needs_no_tombstone(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """Whole records are appended, but a task that reads the files without SQL knows no operation of an envelope."""
+    house = tmp_path / "house"
+    it = mini(services, spark, tmp_path, unique, ENVELOPE.replace("FOLDER", str(house)))
+    for number in (1, 2):
+        it.send(it.left, (f'{{"id": {number}}}', {"before": None, "after": {"id": number, "n": 5}, "op": "c"}))
+    it.send(it.left, (b'{"id": 1}', {"before": {"id": 1}, "after": None, "op": "d"}))
+    it.ingest()
+    assert sum(made.records for made in sink_all(it.pipeline, lambda: spark)) == 3
+    assert query(house, "SELECT id, n FROM rows FINAL") == [(2, 5)]

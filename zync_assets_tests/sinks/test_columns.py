@@ -34,6 +34,12 @@ def test_two_columns_of_one_name_are_an_error() -> None:
         make_layout(sink, SinkTable("Raw", "t", "rows", staged=False), SqliteTarget(""), sides, "", {}, None, {})
 
 
+def test_names_that_differ_in_case_are_one_name_where_the_target_says_so() -> None:
+    sink = Sink("shop", "sqlite", "shop.db", rename={"v": "ID"})
+    with pytest.raises(SinkError, match=r"sink shop, Raw\.t: two columns would be called id"):
+        layout_of(sink)
+
+
 def test_a_column_with_a_name_of_a_load_table_is_an_error() -> None:
     with pytest.raises(SinkError, match=r"a load table has a column ZYNC_op too\. Give yours another name"):
         layout_of(Sink("shop", "sqlite", "shop.db", rename={"v": "ZYNC_op"}))
