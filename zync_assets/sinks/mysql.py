@@ -33,6 +33,7 @@ from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
+from zync_assets.sinks.fold import DELETE, OP, REPLACE
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import BOOK, DIGITS, SqlType, with_single_percents
 from zync_assets.sinks.sql_types import holds as standard_holds
@@ -264,6 +265,11 @@ class MysqlTarget(SqlTarget):
         statement = insert(table).from_select([*key, *others], rows)
         names = others or key[:1]
         return statement.on_duplicate_key_update({name: statement.inserted[name] for name in names})
+
+    def removal(self, table: sa.Table, rows: sa.Table, key: Sequence[str]) -> sa.Executable:
+        """A join of the load table and the table. With IN, MariaDB 10 would read the whole table for each key."""
+        same = [table.c[name] == rows.c[name] for name in key]
+        return sa.delete(table).where(*same, rows.c[OP].in_([DELETE, REPLACE]))
 
     def _reflected(self, connection: Connection, spec: TableSpec) -> sa.Table:
         table = super()._reflected(connection, spec)

@@ -85,6 +85,13 @@ class SqlTarget(Target):
     def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
         """The statement that inserts new rows and updates existing rows. ``rows``: ``key``, then ``others``."""
 
+    def removal(self, table: sa.Table, rows: sa.Table, key: Sequence[str]) -> sa.Executable:
+        """The statement that deletes the rows whose keys a load table deletes or replaces."""
+        own = [table.c[name] for name in key]
+        present = sa.tuple_(*own) if len(own) > 1 else own[0]
+        gone = sa.select(*(rows.c[name] for name in key)).where(rows.c[OP].in_([DELETE, REPLACE]))
+        return sa.delete(table).where(present.in_(gone))
+
     def column_type(self, column: Column, *, in_key: bool) -> SqlType:
         """The type of a new column."""
         return standard_type(column.type)
@@ -411,10 +418,7 @@ class SqlTarget(Target):
             connection.execute(sa.insert(table).from_select(names, sa.select(*(rows.c[name] for name in names))))
             return
         if load.removes:
-            own = [table.c[name] for name in spec.key]
-            present = sa.tuple_(*own) if len(own) > 1 else own[0]
-            gone = sa.select(*(rows.c[name] for name in spec.key)).where(rows.c[OP].in_([DELETE, REPLACE]))
-            connection.execute(sa.delete(table).where(present.in_(gone)))
+            connection.execute(self.removal(table, rows, spec.key))
         others = [column.name for column in spec.others]
         same = sa.and_(*(table.c[name] == rows.c[name] for name in spec.key))
         is_partial = rows.c[SET].is_not(None)

@@ -23,7 +23,7 @@ import pytest
 
 from zync_assets.errors import SinkError, TableUnfit, TargetUnavailable
 from zync_assets.sinks.mysql import MysqlTarget
-from zync_assets.sinks.target import Merge
+from zync_assets.sinks.target import Column, Merge, TableSpec
 from zync_assets_tests.sinks.batches import apply, one, spec
 from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, assert_conforms, assert_refuses
 
@@ -151,6 +151,30 @@ def test_values_that_mysql_would_change_are_refused(server: Server, database: st
     good = {"v": "abc", "e": "b", "j": '{"a": 1.10}', "n": 0.5, "d": date(1000, 1, 1), "t": datetime(2026, 1, 2, 3)}
     apply(target, table, [one(1, good)])
     assert server.run(database, "SELECT v, e, j, n, d, t FROM `rows`") == [tuple(good.values())]
+
+
+@pytest.mark.parametrize("key", [("id",), ("id", 'Part "x" 5%s')])
+def test_a_delete_reads_only_the_rows_of_its_keys(server: Server, database: str, key: tuple[str, ...]) -> None:
+    target = MysqlTarget(server.url(database))
+    columns = (*(Column(name, pa.int64()) for name in key), Column("v", pa.string()))
+    table = TableSpec("rows", columns, key, "upsert")
+    server.run(database, f"CREATE TABLE `rows` ({', '.join(f'`{name}` bigint NOT NULL' for name in key)}, v text)")
+    server.run(database, f"ALTER TABLE `rows` ADD PRIMARY KEY ({', '.join(f'`{name}`' for name in key)})")
+    numbers = ", ".join(["seq"] * len(key))
+    server.run(database, f"INSERT INTO `rows` SELECT {numbers}, 'a' FROM seq_1_to_5000", "ANALYZE TABLE `rows`")
+    target.prepare(table, create=False, evolve="none")
+    marks = {"zync_op": pa.string(), "zync_set": pa.string(), "zync_offset": pa.int64()}
+    rows = pa.RecordBatch.from_pylist(
+        [dict.fromkeys(key, number) | {"zync_op": "d", "zync_offset": number} for number in range(1, 21)],
+        pa.schema([*((item.name, item.type) for item in columns), *marks.items()]),
+    )
+    count = "SELECT sum(variable_value) FROM information_schema.global_status WHERE variable_name LIKE 'handler_read%'"
+    with target.run(PLACE) as name:
+        load = target.load(table, name, iter([rows]))
+        before = server.run(database, count)[0][0]
+        target.merge(Merge(PLACE, table, ORIGIN, {0: None}, {0: 20}, (load,)))
+    assert server.run(database, count)[0][0] - before < 5000
+    assert server.run(database, "SELECT count(*), min(id) FROM `rows`") == [(4980, 21)]
 
 
 def test_keys_that_differ_in_case_or_in_spaces_are_two_rows(server: Server, database: str) -> None:
