@@ -261,17 +261,18 @@ def make_layout(
         columns = {**chosen, **own, **chosen}
     else:
         chosen = {item.column.name: item for item in keys}
-        columns = {**values, **chosen}
-        columns = {**chosen, **columns}
+        columns = {**chosen, **values, **chosen}
     for name, sql in sink.added.items():
         unset = " OR ".join(partial.lacks(sql)) if sink.mode == "upsert" else ""
         columns[name] = SourceColumn(Column(name, types[name], ""), sql, unset=unset or None)
-    if sink.include is not None:
-        if unknown := [name for name in sink.include if name not in columns]:
+    renamed = sink.rename if len(sink.tables) < 2 and "value" in sides else ()  # Tables may share what one of them has.
+    for word, asked in (("include", sink.include or ()), ("rename", renamed)):
+        if unknown := [name for name in asked if name not in columns]:
             raise SinkError(
-                f"sink {sink.name}, {table.source}: columns: include names {unknown[0]}, and the records have"
+                f"sink {sink.name}, {table.source}: columns: {word} names {unknown[0]}, and the records have"
                 f" {', '.join(columns)}. Correct the name."
             )
+    if sink.include is not None:
         columns = {name: item for name, item in columns.items() if name in sink.include or name in chosen}
     made = [
         replace(

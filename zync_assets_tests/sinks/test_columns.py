@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import datetime, time
 
 import pyarrow as pa
@@ -38,6 +39,21 @@ def test_names_that_differ_in_case_are_one_name_where_the_target_says_so() -> No
     sink = Sink("shop", "sqlite", "shop.db", rename={"v": "ID"})
     with pytest.raises(SinkError, match=r"sink shop, Raw\.t: two columns would be called id"):
         layout_of(sink)
+
+
+@pytest.mark.parametrize("word", ["include", "rename"])
+def test_a_name_that_the_records_do_not_have_is_an_error(word: str) -> None:
+    sink = Sink("shop", "sqlite", "shop.db")
+    sink = replace(sink, include=("nope",)) if word == "include" else replace(sink, rename={"nope": "q"})
+    with pytest.raises(
+        SinkError, match=rf"columns: {word} names nope, and the records have id, v\. Correct the name\."
+    ):
+        layout_of(sink)
+    if word == "rename":
+        # Another table of the sink may have the column.
+        layout_of(
+            replace(sink, tables=(SinkTable("Raw", "t", "t", staged=False), SinkTable("Raw", "u", "u", staged=False)))
+        )
 
 
 def test_a_column_with_a_name_of_a_load_table_is_an_error() -> None:
