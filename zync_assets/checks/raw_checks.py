@@ -18,7 +18,7 @@ from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import led_state, topic_state
 from zync_assets.lake import raw, storage, tampering
-from zync_assets.lake.check_results import CheckResult, Look, Number, Severity, conclude
+from zync_assets.lake.check_results import CheckResult, Look, Number, Severity, conclude, count_text
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.parquet_rows import DamagedFile, FileOffsets, distinct, integers, read_columns
 from zync_assets.lake.quarantine_table import Selection, quarantined_records
@@ -102,7 +102,7 @@ def monotonic_offsets(
         subject(pipeline, topic),
         "error",
         problems,
-        f"{records} records in {len(files)} files ascend",
+        f"the offsets of {count_text(records, 'record')} in {count_text(len(files), 'file')} ascend",
         {"files": len(files), "records": records},
         raw_look(MONOTONIC, snapshot, topic, state, parts),
     )

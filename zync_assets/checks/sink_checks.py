@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from zync_assets.errors import DataLoss, SinkError, TargetUnavailable, ZyncError
-from zync_assets.lake.check_results import CheckResult, Number, conclude
+from zync_assets.lake.check_results import CheckResult, Number, Severity, conclude, count_text
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.plan import plan_sink, reset_command
-from zync_assets.sinks.target import TableSpec
+from zync_assets.sinks.target import OUTAGE_CURE, TableSpec
 
 SINK_POSITION, SINK_QUARANTINE = "sink_position", "sink_quarantine"
 
@@ -50,7 +50,8 @@ def sink_position(
         problems.append(
             f"the table is not there, and records were written to it. Load it from the start: {reset_command(plan)}"
         )
-    good = f"{plan.lag} offsets are left to write" if plan.lag else "every record is written"
+    verb = "is" if plan.lag == 1 else "are"
+    good = f"{count_text(plan.lag, 'offset')} {verb} left to write" if plan.lag else "every record is written"
     return conclude(SINK_POSITION, subject, "error", problems, good, numbers)
 
 
@@ -63,17 +64,36 @@ def sink_quarantine(pipeline: Pipeline, sink: Sink, table: SinkTable, snapshot: 
         raise
     except ZyncError as error:
         return conclude(SINK_QUARANTINE, subject, "warn", [str(error)], "", {})
-    problems = [
-        f"{len(bad)} records are in quarantine; the last is {table.source}, partition {last.partition}, offset {last.offset}"
-        f" ({last.key}): {last.error}"
-        for last in sorted(bad, key=lambda item: item.offset)[-1:]
-    ]
-    return conclude(SINK_QUARANTINE, subject, "warn", problems, "no record is in quarantine", {"records": len(bad)})
+    numbers: dict[str, Number] = {"records": len(bad)}
+    if not bad:
+        return conclude(SINK_QUARANTINE, subject, "warn", [], "no record is in quarantine", numbers)
+    last = max(bad, key=lambda item: item.offset)
+    text = (
+        f"{count_text(len(bad), 'record')} {'is' if len(bad) == 1 else 'are'} in quarantine; the last is {table.source},"
+        f" partition {last.partition}, offset {last.offset} ({last.key}): {last.error.rstrip('.')}. Correct the cause, and write"
+        f" the records again: {pipeline.command('quarantine replay')}"
+    )
+    return CheckResult(SINK_QUARANTINE, subject, False, "warn", text, numbers)
+
+
+_CHECKS: tuple[tuple[str, Severity, Callable[[Pipeline, Sink, SinkTable], CheckResult]], ...] = (
+    (SINK_POSITION, "error", sink_position),
+    (SINK_QUARANTINE, "warn", sink_quarantine),
+)
 
 
 def sink_results(pipeline: Pipeline) -> Iterator[CheckResult]:
-    """The checks of every target table."""
+    """The checks of every target table. A target that does not answer fails the checks of its tables, and no others."""
     for sink in pipeline.sinks:
+        outage: TargetUnavailable | None = None
         for table in sink.tables:
-            yield sink_position(pipeline, sink, table)
-            yield sink_quarantine(pipeline, sink, table)
+            for name, severity, check in _CHECKS:
+                # Each further check of the target would wait for an answer, too.
+                if outage is None:
+                    try:
+                        yield check(pipeline, sink, table)
+                        continue
+                    except TargetUnavailable as error:
+                        outage = error
+                problem = f"sink {sink.name}: {str(outage).rstrip('.')}. {OUTAGE_CURE}"
+                yield conclude(name, sink_subject(sink, table), severity, [problem], "", {})

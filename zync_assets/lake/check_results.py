@@ -309,6 +309,15 @@ def conclude(
     return CheckResult(name, subject, False, severity, problems[0] + more, {**numbers, "problems": len(problems)}, look)
 
 
+def count_text(count: int, noun: str) -> str:
+    """A number of things.
+
+    >>> count_text(1, "file"), count_text(2, "file")
+    ('1 file', '2 files')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 _log = logging.getLogger(__name__)
 
 

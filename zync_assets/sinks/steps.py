@@ -17,7 +17,7 @@ from zync_assets.lake import raw
 from zync_assets.pipeline import Pipeline, SinkTable
 from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, commit_sink, reset_table
 from zync_assets.sinks.plan import BATCH_OFFSETS, SinkBatch, SinkPlan, layout, place_of, plan_sink, read_source
-from zync_assets.sinks.target import Place, open_target
+from zync_assets.sinks.target import OUTAGE_CURE, Place, open_target
 from zync_assets.spark.session import Session
 
 OUTAGES = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -225,4 +225,4 @@ def _outlast(work: Callable[[], T], patience: Sequence[float] = OUTAGES) -> T:
     try:
         return work()
     except TargetUnavailable as error:
-        raise TargetUnavailable(f"{str(error).rstrip('.')}. Check the url, and that the target is up.") from error
+        raise TargetUnavailable(f"{str(error).rstrip('.')}. {OUTAGE_CURE}") from error

@@ -39,6 +39,8 @@ LOAD_PREFIX = "zync_load_"
 
 _REMOVALS = pa.array([DELETE, REPLACE])
 
+OUTAGE_CURE = "Check the url, and that the target is up."
+
 LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1")
 """The hosts of a URL that need no TLS."""
 
