@@ -19,6 +19,7 @@ may come with other values, after an edit of the pipeline file, and a position m
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import secrets
 from datetime import date, datetime, time
@@ -59,6 +60,13 @@ _PASSING = {159, 160, 198, 202, 203, 209, 210, 225, 236, 241, 242, 243, 252, 279
 """Timeouts, connections, memory, disks, replicas that can't be reached, too many parts."""
 _REFUSALS = {6, 26, 27, 38, 41, 53, 69, 70, 72, 117, 131, 190, 321, 349, 376, 407, 441, 467, 469, 675, 676, 691}  # fmt: skip
 """Values that can't be parsed or converted, nulls, and constraints."""
+
+
+_SERVER = re.compile(r"executing HTTP request attempt \d+ \(https?://([^)]+)\)")
+
+for _name in ("urllib3.connectionpool", "clickhouse_connect.driver"):
+    # Each failed connection has a warning of its own in both, and becomes an error here.
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def new_type(column: Column) -> SqlType:
@@ -247,8 +255,13 @@ def error_class(error: object) -> type[SinkError]:
 
 
 def error_text(error: object) -> str:
-    """ClickHouse's words, without the statement that they repeat."""
+    """ClickHouse's words, without the statement that they repeat. Of a failed connection, the server and the first cause."""
     text = " ".join(str(error).split())
+    if server := _SERVER.search(text):
+        cause = error
+        while isinstance(cause, BaseException) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        return f"{server[1]} does not answer: {getattr(cause, 'strerror', None) or cause}"
     text = re.split(r":? (?:In scope|While executing|while executing) ", text)[0].strip()
     return text if error_class(error) is not SinkError else f"the target says: {text}"
 

@@ -404,10 +404,12 @@ class DatabendTarget(SqlTarget):
 
 
 def _dsn(url: str) -> str:
-    """The URL as the driver takes it: a server on another host is asked over TLS."""
+    """The URL as the driver takes it. A server on another host is asked over TLS. The sink repeats what fails, not the driver."""
     made = sa.make_url(url)
-    if "sslmode" not in made.query and (made.host or "") in LOCAL_HOSTS:
-        made = made.update_query_dict({"sslmode": "disable"})
+    options = {"retry_count": "1"}
+    if (made.host or "") in LOCAL_HOSTS:
+        options["sslmode"] = "disable"
+    made = made.update_query_dict({name: value for name, value in options.items() if name not in made.query})
     return made.render_as_string(hide_password=False)
 
 

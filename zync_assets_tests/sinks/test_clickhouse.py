@@ -432,3 +432,10 @@ def test_the_delete_of_an_envelope_needs_no_tombstone(
     it.ingest()
     assert sum(made.records for made in sink_all(it.pipeline, lambda: spark)) == 3
     assert query(house, "SELECT id, n FROM rows FINAL") == [(2, 5)]
+
+
+def test_an_outage_names_the_server_and_the_first_cause_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TargetUnavailable) as error:
+        ClickhouseTarget("clickhouse://me:secret@127.0.0.1:1/shop").progress(PLACE)
+    assert str(error.value) == "127.0.0.1:1 does not answer: Connection refused"
+    assert caplog.records == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from zync_assets.errors import SinkError, TableUnfit
+from zync_assets.errors import SinkError, TableUnfit, TargetUnavailable
 from zync_assets.local.services import Services
 from zync_assets.sinks.databend import DatabendTarget
 from zync_assets.sinks.databend_engine import EngineSession
@@ -100,6 +101,14 @@ def test_no_error_has_the_password() -> None:
     with pytest.raises(SinkError) as error:
         DatabendTarget("databend://me:secret@[bad/shop").progress(PLACE)
     assert "secret" not in str(error.value)
+
+
+def test_the_driver_does_not_repeat_what_the_sink_repeats(capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    with pytest.raises(TargetUnavailable, match="Connection refused"):
+        DatabendTarget("databend://me:secret@127.0.0.1:1/shop").progress(PLACE)
+    assert time.monotonic() - began < 3
+    assert capfd.readouterr().err == ""
 
 
 RIVALS = """
