@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import ssl
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -69,6 +70,9 @@ _LOGIN_ERRORS: Mapping[str, str] = {
     "does not exist": "Correct the url, or create it.",
 }
 """Texts of failed logins that no waiting cures → the cure. A failed login has no SQLSTATE."""
+_COPY_PLACE = re.compile(r"\s*CONTEXT: +COPY .*, line \d+$|COPY .*?, line \d+, (?=column )")
+_NO_CHARACTER = "22021"
+"""SQLSTATE of a character that a text can't have."""
 _TABLE_RIGHTS = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
 
@@ -118,6 +122,10 @@ class PostgresTarget(SqlTarget):
         if state[:2] in _PASSING:
             return TargetUnavailable
         return TargetRefused if state[:2] in _REFUSALS else SinkError
+
+    def error_text(self, error: exc.DBAPIError) -> str:
+        """The message without the name and the line of a load table."""
+        return _COPY_PLACE.sub("", super().error_text(error))
 
     def error(self, error: exc.DBAPIError) -> SinkError:
         made, cure = super().error(error), _login_cure(error, self.engine().url)
@@ -185,13 +193,25 @@ class PostgresTarget(SqlTarget):
         statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT csv)").format(
             _identifier(table.schema, table.name), columns
         )
-        # One COPY for all rows: the server reads a batch while the next one is made.
-        with _dbapi_errors(connection), driver.cursor() as cursor, cursor.copy(statement) as copy:
-            for batch in chain((first,), rows):
-                texts = [_text(batch.column(name), as_json=name in json_names) for name in names]
-                buffer = BytesIO()
-                csv.write_csv(pa.RecordBatch.from_arrays(texts, names=names), buffer, options)
-                copy.write(buffer.getbuffer())
+        texts: list[pa.Array] = []
+        try:
+            # One COPY for all rows: the server reads a batch while the next one is made.
+            with _dbapi_errors(connection), driver.cursor() as cursor, cursor.copy(statement) as copy:
+                for batch in chain((first,), rows):
+                    texts = [_text(batch.column(name), as_json=name in json_names) for name in names]
+                    buffer = BytesIO()
+                    csv.write_csv(pa.RecordBatch.from_arrays(texts, names=names), buffer, options)
+                    copy.write(buffer.getbuffer())
+        except exc.DBAPIError as error:
+            # The server names no column here. A search for the refused record ends with a batch of this record alone.
+            odd = [
+                name for name, text in zip(names, texts, strict=False) if pc.any(pc.match_substring(text, "\0")).as_py()
+            ]
+            if getattr(error.orig, "sqlstate", None) == _NO_CHARACTER and odd:
+                raise TargetRefused(
+                    f"the column {odd[0]} has the character NUL (0x00), which PostgreSQL does not take"
+                ) from None
+            raise
 
     def _lock_positions(self, connection: Connection, merge: Merge) -> None:
         if merge.clear:

@@ -10,6 +10,7 @@ are therefore TEXT.
 from __future__ import annotations
 
 import math
+import shlex
 import sqlite3
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -86,6 +87,20 @@ class SqliteTarget(SqlTarget):
         code = getattr(original, "sqlite_errorcode", 0)
         return TargetUnavailable if code & 0xFF in _PASSING else SinkError
 
+    def error(self, error: exc.DBAPIError) -> SinkError:
+        if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_CANTOPEN:
+            return super().error(error)
+        if self.path.is_dir():
+            return SinkError(
+                f"{self.path} is a folder. Name a file in the sink's url, such as {self.path / 'rows.db'}."
+            )
+        folder = self.path.parent
+        if not folder.is_dir():
+            return SinkError(
+                f"the folder {folder} of the sink's url is not there. Run:\nmkdir -p {shlex.quote(str(folder))}"
+            )
+        return SinkError(f"{self.path} can't be opened. Let the sink's user read and write the file and its folder.")
+
     @contextmanager
     def connection(self) -> Generator[Connection]:
         with self.errors(), self.engine().connect() as connection, _transaction(connection):
@@ -146,7 +161,7 @@ class SqliteTarget(SqlTarget):
 
     def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
         for batch in rows:
-            columns = [_stored(batch.column(name)) for name in batch.schema.names]
+            columns = [_stored(batch.column(name), name) for name in batch.schema.names]
             statement = str(sa.insert(table).compile(dialect=connection.dialect, column_keys=batch.schema.names))
             # The columns' own types would convert each value again.
             connection.exec_driver_sql(statement, list(zip(*columns, strict=True))) if batch.num_rows else None
@@ -215,7 +230,7 @@ class SqliteTarget(SqlTarget):
         return bool(value) if kinds.is_boolean(kind) else value
 
 
-def _stored(column: pa.Array) -> Sequence[Any]:
+def _stored(column: pa.Array, name: str) -> Sequence[Any]:
     """The values of a column as SQLite stores them."""
     kinds, kind = pa.types, column.type
     values = column.to_pylist()
@@ -225,7 +240,7 @@ def _stored(column: pa.Array) -> Sequence[Any]:
         return [None if value is None else value.isoformat() for value in values]
     if kinds.is_floating(kind) and any(value is not None and math.isnan(value) for value in values):
         # SQLite would store a null.
-        raise TargetRefused("SQLite has no NaN")
+        raise TargetRefused(f"the column {name} is nan, and SQLite has no such number")
     return values
 
 

@@ -123,9 +123,11 @@ def test_texts_go_into_the_types_of_an_existing_table(server: Postgres, database
     apply(target, table, [one(1, good)])
     found = server.run(database, "SELECT u::text, m::text, j::text, host(i), v FROM shop.rows")
     assert found == [tuple(good.values())]
-    assert "invalid input value for enum" in assert_refused(target, table, [one(2, {"m": "mad"})])
+    mad = assert_refused(target, table, [one(2, {"m": "mad"})])
+    assert mad == 'invalid input value for enum mood: "mad" CONTEXT: column m: "mad"'
     assert "value too long" in assert_refused(target, table, [one(2, {"v": "long"})])
-    assert "0x00" in assert_refused(target, table, [one(2, {"v": "\0"})])
+    odd = assert_refused(target, table, [one(2, {"v": "\0"})])
+    assert odd == "the column v has the character NUL (0x00), which PostgreSQL does not take"
 
 
 @pytest.mark.parametrize(
@@ -366,7 +368,7 @@ def test_a_table_that_the_sink_may_not_make_is_made_by_the_statements_of_the_err
         server.run(database, statements if "TABLE" in first else statements.partition(";")[0])
     target.prepare(table, create=False, evolve="none")
     apply(target, table, [one(1, {"v": "a"})])
-    assert server.run(database, 'SELECT * FROM "No 5% such".rows') == [(1, "a")]
+    assert server.run(database, 'SELECT * FROM "No such".rows') == [(1, "a")]
 
 
 def test_a_change_that_only_an_owner_may_make_says_so(server: Postgres, database: str, role: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import sqlite3
+import subprocess
 from datetime import date
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
-from zync_assets.errors import TableUnfit
+from zync_assets.errors import SinkError, TableUnfit
 from zync_assets.sinks.sqlite import SqliteTarget
 from zync_assets.sinks.target import Column, TableSpec
 from zync_assets_tests.sinks.batches import apply, one
@@ -32,7 +33,9 @@ def spec(**types: pa.DataType) -> TableSpec:
 def test_a_value_that_sqlite_would_change_is_refused(tmp_path: Path) -> None:
     target = SqliteTarget(f"sqlite:///{tmp_path}/it.db")
     table = spec(id=pa.int64(), number=pa.float64())
-    assert assert_refuses(target, table, [((1, ""), {"number": math.nan})]) == "SQLite has no NaN"
+    assert assert_refuses(target, table, [((1, ""), {"number": math.nan})]) == (
+        "the column number is nan, and SQLite has no such number"
+    )
 
 
 def test_a_table_that_does_not_fit_is_left_as_it_is_and_the_error_has_the_ddl(tmp_path: Path) -> None:
@@ -73,3 +76,16 @@ def test_a_table_in_a_schema_is_refused_with_the_cure(tmp_path: Path, create: bo
         target.prepare(
             TableSpec("shop.rows", (Column("id", pa.int64()),), ("id",), "upsert"), create=create, evolve="add"
         )
+
+
+def test_a_file_that_can_t_be_opened_is_named_with_the_cure(tmp_path: Path) -> None:
+    table, folder = spec(id=pa.int64()), tmp_path / "no such folder"
+    for path, words in (
+        (tmp_path, f"{tmp_path} is a folder. Name a file in the sink's url, such as {tmp_path}/rows.db."),
+        (folder / "it.db", f"the folder {folder} of the sink's url is not there. Run:\nmkdir -p '{folder}'"),
+    ):
+        with pytest.raises(SinkError) as error:
+            SqliteTarget(f"sqlite:///{path}").prepare(table, create=True, evolve="none")
+        assert str(error.value) == words
+    subprocess.run(str(error.value).partition("Run:\n")[2], shell=True, check=True)
+    SqliteTarget(f"sqlite:///{folder}/it.db").prepare(table, create=True, evolve="none")
