@@ -9,10 +9,12 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
+from functools import partial
 from itertools import islice
 from typing import Any, BinaryIO
 
@@ -128,12 +130,27 @@ def _gone(archive: str, item: ArchiveObject) -> LakeError:
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
-    """A record as a JSON line. Bytes are ``{"base64": …}``, decimals are texts with all digits, and times are ISO 8601.
+    """A record as a JSON line. Bytes are ``{"base64": …}``, decimals are texts with all digits, and times are ISO 8601. NaN and
+    infinities are the texts ``NaN``, ``Infinity`` and ``-Infinity``, as Kafka Connect writes them.
 
     >>> json_line({"kafka": {"offset": 1}, "value": b"a"})
     b'{"kafka":{"offset":1},"value":{"base64":"YQ=="}}\\n'
     """
-    return json.dumps(row, default=_json, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    write = partial(json.dumps, default=_json, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        text = write(row)
+    except ValueError:
+        text = write(_with_texts(row))
+    return text.encode() + b"\n"
+
+
+def _with_texts(value: Any) -> Any:
+    """A value with texts in place of NaN and infinities."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {name: _with_texts(item) for name, item in value.items()}
+    return [_with_texts(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _json(value: object) -> object:
@@ -190,4 +207,6 @@ def typed_value(value: Any, kind: pa.DataType) -> Any:
         return datetime.fromisoformat(value)
     if kinds.is_date(kind):
         return date.fromisoformat(value)
+    if kinds.is_floating(kind):
+        return float(value)
     return time.fromisoformat(value) if kinds.is_time(kind) else value

@@ -21,6 +21,7 @@ files are read by their own types and cast.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -201,7 +202,8 @@ def make_folder(uri: str) -> None:
     try:
         system.create_dir(path, recursive=True)
     except OSError as error:
-        raise failure(uri, error, f"lake {uri}: can't create the folder: {error}") from None
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise failure(uri, error, f"lake {uri}: can't create the folder: {reason}") from None
 
 
 def file_size(uri: str) -> int:

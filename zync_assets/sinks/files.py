@@ -284,8 +284,22 @@ def _lake_errors() -> Generator[None]:
     try:
         yield
     except LakeUnavailable as error:
-        raise TargetUnavailable(str(error)) from None
+        raise TargetUnavailable(_own_text(str(error))) from None
     except CommitConflict:
         raise
     except (LakeError, OSError) as error:
-        raise SinkError(str(error)) from None
+        raise SinkError(_own_text(str(error))) from None
+
+
+def _own_text(text: str) -> str:
+    """A text of the lake's storage, for the folder of a sink.
+
+    >>> _own_text("lake s3://a/b: there is no bucket a. Create it, or correct lake: in the pipeline file.")
+    "the sink's folder s3://a/b: there is no bucket a. Create it, or correct the sink's url in the pipeline file."
+    """
+    if not text.startswith("lake "):
+        return text
+    own = f"the sink's folder {text.removeprefix('lake ')}".replace(
+        "or correct lake: in", "or correct the sink's url in"
+    )
+    return f"{own}. Correct the sink's url, or make the folder for this user." if "create the folder" in own else own

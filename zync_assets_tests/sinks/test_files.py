@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import random
 import subprocess
@@ -268,6 +269,25 @@ def test_json_lines_keep_bytes_nulls_and_digits(tmp_path: Path) -> None:
     with_blob = next(line for line in lines if line["value"] and line["value"]["blob"])
     assert with_blob["value"]["blob"] in ({"base64": "AP8="}, {"base64": ""})
     assert isinstance(with_blob["value"]["price"], str)
+
+
+def test_a_number_that_json_lacks_is_a_text_in_json_lines() -> None:
+    row = {"value": {"n": [math.nan, 1.5], "m": [("a", math.inf)], "x": -math.inf}}
+    line = archive_objects.json_line(row)
+    assert line == b'{"value":{"n":["NaN",1.5],"m":[["a","Infinity"]],"x":"-Infinity"}}\n'
+    kind = pa.struct({"n": pa.list_(pa.float64()), "m": pa.map_(pa.string(), pa.float64()), "x": pa.float32()})
+    assert str(archive_objects.typed_value(json.loads(line)["value"], kind)) == str(row["value"])
+
+
+@pytest.mark.parametrize(("name", "reason"), [("file", "File exists"), ("file/folder", "Not a directory")])
+def test_a_folder_that_can_t_be_made_is_the_sink_s(tmp_path: Path, name: str, reason: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SinkError) as error:
+        FilesTarget(f"{tmp_path}/{name}").prepare(SPEC, create=True, evolve="none")
+    assert str(error.value) == (
+        f"the sink's folder {tmp_path}/{name}: can't create the folder: {reason}. Correct the sink's url, or make the folder"
+        " for this user."
+    )
 
 
 BROKEN = {
