@@ -73,11 +73,17 @@ def _overtaken(read: Callable[[], P], batch: P, progress: Callable[[P], object] 
 
 
 def raise_first(troubles: Sequence[ZyncError]) -> None:
-    """The first of the errors of several topics or pools, one that stays before one that may pass; the others are logged."""
+    """The first of the errors of several topics, pools or tables, one that stays before one that may pass. The others are its
+    notes, which the command line prints as errors too."""
     if troubles:
         lasting = [error for error in troubles if not isinstance(error, PASSING)]
         first = (lasting or list(troubles))[0]
         for error in dict.fromkeys(map(str, troubles)):
             if error != str(first):
-                _log.warning("%s", error)
+                first.add_note(error)
         raise first
+
+
+def notes_of(error: Exception) -> list[str]:
+    """The texts of the errors that ``raise_first`` did not raise."""
+    return getattr(error, "__notes__", [])

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from zync_assets.cli.terminal import check_text, harmless
+from zync_assets.conflicts import notes_of
 from zync_assets.errors import ZyncError
 
 INTERRUPT_CODE = 130
@@ -98,7 +99,8 @@ class LazyGroup(click.Group):
         except (ZyncError, OSError) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 raise
-            click.echo(f"error: {harmless(str(error))}", err=True)
+            for text in (str(error), *notes_of(error)):
+                click.echo(f"error: {harmless(text)}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
             ctx.exit(INTERRUPT_CODE)

@@ -16,7 +16,7 @@ import click
 
 from zync_assets import runner
 from zync_assets.cli.terminal import DURATION, TOPIC, Format, excerpt, format_option, print_json, print_rows
-from zync_assets.conflicts import PASSING, raise_first
+from zync_assets.conflicts import PASSING, notes_of, raise_first
 from zync_assets.errors import LeaderMissing, SparkLost, ZyncError
 from zync_assets.etl.plan import EtlCommit
 from zync_assets.etl.retries import Retry
@@ -267,16 +267,21 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
             # Partitions with a leader continue at their usual pace.
             back_off = POLL_SECONDS
             if troubles and time.monotonic() - last_warning >= MAX_BACK_OFF:
-                click.echo(f"warning: {troubles[0]} Trying again.", err=True)
+                _warn(troubles[0], "Trying again.")
                 last_warning = time.monotonic()
         else:
-            click.echo(f"warning: {troubles[0]} Trying again in {back_off:.0f} s.", err=True)
+            _warn(troubles[0], f"Trying again in {back_off:.0f} s.")
             busy, back_off = False, min(back_off * 2, MAX_BACK_OFF)
         if not busy:
             if until_idle:
                 return
             _sleep(back_off, is_stopped, deadline)
     _raise_resting(rests)
+
+
+def _warn(error: ZyncError, outlook: str) -> None:
+    for text in (str(error), *notes_of(error)):
+        click.echo(f"warning: {text} {outlook}", err=True)
 
 
 def _raise_resting(rests: Mapping[Place, Rest]) -> None:

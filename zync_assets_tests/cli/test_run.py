@@ -280,3 +280,27 @@ def test_a_run_waits_out_errors_that_may_pass_and_no_others(
     result = CliRunner().invoke(main, ["run", DEMO])
     assert (result.exit_code, result.stderr.count("Trying again")) == (1, attempts - 1)
     assert len(list(left)) == len(errors) - attempts
+
+
+STOPPED = """
+name: stopped
+lake: lake
+kafka: {bootstrap.servers: "127.0.0.1:1"}
+inputs: [{topic: a, pool: Raw, key-format: string, value-format: json, schema: "id bigint"}]
+sinks:
+  - {name: one, type: sqlite, url: first, from: [Raw.a]}
+  - {name: two, type: sqlite, url: second, from: [Raw.a]}
+"""
+
+
+def test_the_errors_of_several_tables_are_printed_alike(tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(STOPPED)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    done = CliRunner().invoke(main, ["sink", str(path)])
+    assert done.exit_code == 1
+    assert [line.partition(" is a folder")[0] for line in done.stderr.splitlines()] == [
+        f"error: sink one, table a: {tmp_path}/first",
+        f"error: sink two, table a: {tmp_path}/second",
+    ]
