@@ -102,12 +102,13 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
                 # 3. One transaction merges them and moves the positions.
                 target.merge(replace(_merge_of(plan, layout), loads=tuple(loads)))
                 count = sum(load.rows for load in loads)
-    except TargetRefused:
+    except TargetRefused as error:
         if plan.offsets > SEARCH_OFFSETS:
             raise
         # 4. A record is refused: one task applies ever smaller parts, and notes the record.
+        reason = error.reason if isinstance(error, ExpressionFailure) else ""
         with target.run(plan.place) as run:
-            count, bad = _search(batch, layout, run)
+            count, bad = _search(batch, layout, run, reason)
     left, seconds = plan.lag - plan.offsets, time.monotonic() - start
     return SinkCommit(plan.sink.name, plan.table.name, plan.table.source, plan.ranges, count, len(bad), seconds, left)
 
@@ -120,11 +121,7 @@ def _prepare(target: Target, plan: SinkPlan, spec: TableSpec) -> None:
     except TableUnfit:
         if not is_begun or target.has_table(spec):
             raise
-        # A new table would lack the records that the position has passed.
-        raise TableUnfit(
-            f"table {spec.name} is not there, and sink {plan.sink.name} has written {plan.table.source} to its table before."
-            f" Move that table here, or load this one from the start: {reset_command(plan)}"
-        ) from None
+        raise _lost_table(plan) from None
     if is_begun or spec.mode == "upsert":
         return
     if found := target.past_places(plan.place, spec, plan.origin, plan.pipeline.sink_names):
@@ -140,6 +137,21 @@ def _prepare(target: Target, plan: SinkPlan, spec: TableSpec) -> None:
             f" ({past}) has written {plan.table.source} to this target. Records would be in the table twice. Give the sink, and"
             f" the pipeline, the old name; or load the table again: {reset_command(plan)}"
         )
+
+
+def check_table(plan: SinkPlan) -> None:
+    """TableUnfit if records were written, and their table is not there."""
+    spec = TableSpec(plan.table.name, (), (), plan.sink.mode)
+    if plan.progress.origin is not None and not plan.target().has_table(spec):
+        raise _lost_table(plan)
+
+
+def _lost_table(plan: SinkPlan) -> TableUnfit:
+    """The error for a missing table: a new one would lack the records that the position has passed."""
+    return TableUnfit(
+        f"table {plan.table.name} is not there, and sink {plan.sink.name} has written {plan.table.source} to its table before."
+        f" Move that table here, or load this one from the start: {reset_command(plan)}"
+    )
 
 
 def _refuse_failures(plan: SinkPlan) -> None:
@@ -258,14 +270,24 @@ def in_tasks(frame: DataFrame, work: Callable[[Iterator[pa.RecordBatch]], T]) ->
     except SinkError as error:
         if not isinstance(error.__cause__, Exception) or not is_of_data(error.__cause__):
             raise
-        text = cause_line(error.__cause__).rstrip(".")
-        raise TargetRefused(f"an expression of before: fails: {text}. Correct it in the pipeline file.") from error
+        reason = cause_line(error.__cause__).rstrip(".")
+        found = ExpressionFailure(f"an expression of before: fails: {reason}. Correct it in the pipeline file.")
+        found.reason = reason
+        raise found from error
 
 
-def _search(batch: SinkBatch, layout: Layout, run: str) -> tuple[int, Sequence[BadRecord]]:
-    """Apply a small batch part by part in one Spark task: the number of loaded rows, and the refused records."""
+class ExpressionFailure(TargetRefused):
+    """An expression of ``before:`` fails on a record."""
+
+    reason = ""
+    """Spark's words."""
+
+
+def _search(batch: SinkBatch, layout: Layout, run: str, reason: str) -> tuple[int, Sequence[BadRecord]]:
+    """Apply a small batch part by part in one Spark task: the number of loaded rows, and the refused records. ``reason``: of an
+    expression that fails in the batch."""
     plan = batch.plan
-    task = SearchTask(plan.sink, layout, f"{run}s", _merge_of(plan, layout), len(plan.progress.bad))
+    task = SearchTask(plan.sink, layout, f"{run}s", _merge_of(plan, layout), len(plan.progress.bad), reason)
     with search_settings(batch.spark):
         frame = source_frame(batch.spark, plan, layout, plan.ranges, guarded=True)
         frame = frame.coalesce(1).sortWithinPartitions(PARTITION, OFFSET)
@@ -289,13 +311,14 @@ def kept_text(text: str) -> str:
 @dataclass(frozen=True)
 class SearchTask:
     """What the task of step 4 needs. ``merge``: of the whole batch, without load tables; ``known``: the number of records in
-    the sink's quarantine."""
+    the sink's quarantine; ``reason``: why an expression fails in the batch."""
 
     sink: Sink
     layout: Layout
     run: str
     merge: Merge
     known: int
+    reason: str
 
     @property
     def place(self) -> Place:
@@ -324,6 +347,9 @@ class Search:
         self.bad: list[BadRecord] = []
         self.count = 0
         self.loads = 0
+        failed = FAILED in rows.schema.names and rows.num_rows - rows.column(FAILED).null_count == 1
+        self.reason = task.reason if failed else ""
+        """Why an expression fails on the only record on which one fails."""
 
     def apply(self, first: int, end: int) -> None:
         """Apply the records ``first <= index < end``."""
@@ -359,6 +385,8 @@ class Search:
         row = self.rows.slice(index, 1)
         place = row.column(PARTITION)[0].as_py(), row.column(OFFSET)[0].as_py()
         sink, layout = self.task.sink, self.task.layout
+        if self.reason and row.column(FAILED).null_count == 0:
+            error = f"{error}: {self.reason}"
         is_ours = error.startswith("before: ")
         refusal = error if is_ours else f"the target refused the record: {error}"
         source = f"table {layout.spec.name}, {self.task.place.source}, partition {place[0]}, offset {place[1]}"

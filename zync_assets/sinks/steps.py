@@ -15,7 +15,7 @@ from zync_assets.conflicts import EVERYWHERE, Log, raise_first, retried
 from zync_assets.errors import BadRecords, DataLoss, SinkError, TargetRefused, TargetUnavailable, ZyncError
 from zync_assets.lake import raw
 from zync_assets.pipeline import Pipeline, SinkTable
-from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, commit_sink, reset_table
+from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, check_table, commit_sink, reset_table
 from zync_assets.sinks.plan import BATCH_OFFSETS, SinkBatch, SinkPlan, layout, place_of, plan_sink, read_source
 from zync_assets.sinks.target import OUTAGE_CURE, Place, open_target
 from zync_assets.spark.session import Session
@@ -182,7 +182,12 @@ def sink_once(
     """Write one batch; None if there is nothing to do. ``first``: a batch that was read already."""
 
     def commit(batch: SinkBatch) -> SinkCommit | None:
-        return None if batch.plan.nothing_to_do else commit_sink(batch)
+        if not batch.plan.nothing_to_do:
+            return commit_sink(batch)
+        if batch.plan.place not in _cleaned:
+            # No batch would find that the table is gone. A process looks once, since each look asks the target.
+            check_table(batch.plan)
+        return None
 
     return retried(read, commit, first=first, log=log)
 

@@ -22,6 +22,7 @@ from zync_assets.cli.main import main
 from zync_assets.errors import BadRecords, SinkError, TableUnfit
 from zync_assets.lake.quarantine_table import Selection
 from zync_assets.local.services import Services
+from zync_assets.sinks import steps
 from zync_assets.sinks.replay import LEFT_OUT, OVERTAKEN, drop_refused, refused_records, replay_refused
 from zync_assets.sinks.steps import Rest, reset_sink, sink_all, sink_awake
 from zync_assets.sinks.target import Place
@@ -54,7 +55,7 @@ def write(it: Mini) -> list[int]:
 
 
 def test_a_batch_is_folded_and_written_once(
-    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = mini(services, spark, tmp_path, unique, TEXT)
     it.send(it.left, row(1, "a"), row(2, "b"), row(1, "A", op="u"), row(3, "c"), row(3, op="d"))
@@ -122,6 +123,10 @@ def test_a_batch_is_folded_and_written_once(
     position = next(found for found in sink_results(it.pipeline) if found.name == "sink_position")
     assert not position.passed
     assert re.search(r"the table is not there, and records were written to it\. .* --reset rows", position.summary)
+    # A process says so once even if no record is left to write.
+    monkeypatch.setattr(steps, "_cleaned", set[Place]())
+    with pytest.raises(TableUnfit, match=r"table rows is not there, and sink shop has written .* --reset rows"):
+        write(it)
     it.send(it.left, row(5, "e"))
     it.step()
     with pytest.raises(TableUnfit, match=r"table rows is not there, and sink shop has written .* --reset rows"):
@@ -194,8 +199,11 @@ def test_a_record_on_which_an_expression_fails_is_put_aside(
     assert rows(it, "SELECT id FROM chooses ORDER BY id") == [(1,), (2,), (3,)]
     assert rows(it, "SELECT number FROM calls ORDER BY number") == [(0,), (1,), (2,), (11,)]
     found = {row[0]: row[1:] for row in rows(it, 'SELECT sink, "offset", error FROM zync_quarantine')}
-    assert found["sets"] == (3, "before: set: number: CAST(value.v AS INT) fails")
-    assert found["chooses"] == (0, "before: where: 10 / value.id > 1 fails")
+    assert found["sets"][1].startswith(
+        "before: set: number: CAST(value.v AS INT) fails: [CAST_INVALID_INPUT] The value 'x' of"
+    )
+    assert found["chooses"][1].startswith("before: where: 10 / value.id > 1 fails: [DIVIDE_BY_ZERO] Division by zero")
+    assert (found["sets"][0], found["chooses"][0]) == (3, 0)
     assert found["calls"][0] == 3
     assert found["calls"][1].startswith(
         "before: function zync_assets_tests.sinks.functions:numbers fails: ArrowInvalid: "
@@ -215,10 +223,16 @@ def test_a_record_on_which_an_expression_fails_is_put_aside(
     strict.ingest()
     with pytest.raises(BadRecords) as error:
         write(strict)
-    assert str(error.value) == (
-        f"sink sets, table sets, Raw.{it.left}, partition 0, offset 5: before: set: number: CAST(value.v AS INT) fails."
-        " Correct the record or the expression, as with try_cast, and run again."
-    )
+    where = f"sink sets, table sets, Raw.{it.left}, partition 0, offset 5: before: set: number: CAST(value.v AS INT) fails: "
+    assert str(error.value).startswith(f"{where}[CAST_INVALID_INPUT] The value 'y' of")
+    assert str(error.value).endswith(". Correct the record or the expression, as with try_cast, and run again.")
+    # Of several records, the reason of one is not told of another.
+    more = it.edited(FAILING)
+    more.send(it.left, {"id": 0, "v": "z"}, {"id": 0, "v": "u"})
+    more.ingest()
+    list(sink_all(more.pipeline, lambda: spark))
+    several = rows(it, "SELECT DISTINCT error FROM zync_quarantine WHERE sink = 'chooses' AND \"offset\" > 5")
+    assert several == [("before: where: 10 / value.id > 1 fails",)]
 
 
 def test_a_replay_writes_a_refused_record_unless_a_later_one_of_its_key_was_written(
