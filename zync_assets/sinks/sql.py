@@ -204,8 +204,9 @@ class SqlTarget(Target):
             table = self._reflected(connection, spec)
             statements, hopeless = self._differences(connection, table, spec)
             allowed = {"none": 0, "add": 1, "widen": 2}[evolve]
-            if hopeless or any(level > allowed for level, _, _ in statements):
-                raise TableUnfit(self._advice(connection, spec, statements, hopeless, allowed))
+            refused = [item for item in statements if item[0] > allowed]
+            if hopeless or refused:
+                raise TableUnfit(self._advice(connection, spec, refused, hopeless))
             for _, _, ddl in statements:
                 connection.execute(ddl)
 
@@ -353,15 +354,14 @@ class SqlTarget(Target):
         spec: TableSpec,
         statements: Sequence[tuple[int, str, Any]],
         hopeless: Sequence[str],
-        allowed: int,
     ) -> str:
+        """The error's text. ``statements``: what the sink may not do."""
         text = f"table {spec.name}: {'; '.join([what for _, what, _ in statements] + list(hopeless))}."
         ddl = "".join(f"\n{ddl_text(item, connection)};" for _, _, item in statements)
-        needed = max((level for level, _, _ in statements), default=0)
-        if statements:
-            word = {1: "add", 2: "widen"}[needed]
-            text += f" {f'Set evolve: {word}, or run' if needed > allowed else 'Run'}:{ddl}"
-        return text
+        if not statements:
+            return text
+        word = {1: "add", 2: "widen"}[max(level for level, _, _ in statements)]
+        return f"{text} Set evolve: {word}, or run:{ddl}"
 
     def load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
         """A load table beside a table. The rows to append have no marks."""

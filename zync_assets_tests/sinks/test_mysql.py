@@ -196,8 +196,11 @@ def test_a_column_is_widened_or_the_error_has_the_ddl(server: Server, database: 
     target = MysqlTarget(server.url(database))
     target.prepare(spec(id=pa.int64(), n=pa.int32(), p=pa.decimal128(5, 2)), create=True, evolve="none")
     new = spec(id=pa.int64(), n=pa.int64(), p=pa.decimal128(7, 4), more=pa.string())
-    with pytest.raises(TableUnfit, match=r"Set evolve: widen, or run:\nALTER TABLE `rows` MODIFY n BIGINT NULL"):
+    with pytest.raises(
+        TableUnfit, match=r"Set evolve: widen, or run:\nALTER TABLE `rows` MODIFY n BIGINT NULL"
+    ) as error:
         target.prepare(new, create=True, evolve="add")
+    assert "more" not in str(error.value)  # The sink may add the column.
     target.prepare(new, create=True, evolve="widen")
     found = server.run(
         database,

@@ -45,6 +45,9 @@ def test_a_table_that_does_not_fit_is_left_as_it_is_and_the_error_has_the_ddl(tm
         target.prepare(spec(id=pa.int64(), more=pa.string()), create=True, evolve="none")
     with pytest.raises(TableUnfit, match="column name is TEXT, and its source is bigint; change the column"):
         target.prepare(spec(id=pa.int64(), name=pa.int64()), create=True, evolve="widen")
+    with pytest.raises(TableUnfit) as error:
+        target.prepare(spec(id=pa.int64(), name=pa.int64(), more=pa.string()), create=True, evolve="add")
+    assert "more" not in str(error.value)  # The sink may add the column.
     with pytest.raises(TableUnfit, match=r"no primary key or unique constraint is on \(name\)"):
         target.prepare(spec(name=pa.string(), id=pa.int64()), create=True, evolve="widen")
     with pytest.raises(TableUnfit, match=r"table gone is not there\. Set create: true, or run:\nCREATE TABLE gone"):
