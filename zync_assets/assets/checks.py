@@ -161,7 +161,7 @@ def _row_check(names: Names, sink: Sink, table: SinkTable) -> AssetChecksDefinit
     """The comparison of every row of a target table. It has no result in a run that writes the table: it would take as long
     as to load the table again."""
     asset, spark_key = names.sink_key(sink.name, table.name), names.resource("spark")
-    text = "Every row is what its records make it. Runs alone, in the job of these checks or when it is asked for."
+    text = f"Every row is what its records make it. Runs alone, in the job {names.rows_job} or when it is asked for."
     spec = AssetCheckSpec(ROWS_MATCH, asset=asset, description=text)
 
     @multi_asset_check(

@@ -241,8 +241,8 @@ def target_table(names: Names, labels: AssetLabels, sink: Sink, table: SinkTable
                 dagster_type=SinkBatch,
                 io_manager_key=names.resource("sink_io"),
                 description=(
-                    f"The table **{table.name}** of the target database {sink.name}, written from {table.source} exactly"
-                    f" once ({sink.mode})."
+                    f"The table **{table.name}** of the sink {sink.name}, written from {table.source} exactly once"
+                    f" ({sink.mode})."
                 ),
                 group_name=labels.group(sink.name),
                 kinds={sink.kind} if ":" not in sink.kind else set(),

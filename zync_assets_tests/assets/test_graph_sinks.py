@@ -57,6 +57,10 @@ def test_a_target_table_is_an_asset_with_its_source_s_ranges(rig: Rig) -> None:
         "sink_quarantine": True,
     }
     assert rows(rig, "SELECT id, item, paid FROM sales") == [("1", "item 1", 10), ("2", "item 2", 20)]
+    graph = rig.definitions.resolve_asset_graph()
+    assert f"The table **sales** of the sink {sink(rig)}, written from " in (graph.get(key).description or "")
+    rows_check = graph.get_check_spec(AssetCheckKey(key, "rows_match"))
+    assert f"in the job {rig.names.rows_job} or" in (rows_check.description or "")
     assert "written" not in told(rig.run(job), key)[OPEN]
     ahead = "0:1000000-1999999"
     rig.add_keys(rig.names.staging_partitions("Staging"), ahead)
