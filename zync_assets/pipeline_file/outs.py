@@ -204,8 +204,8 @@ def _rules_of_inputs(
 ) -> Iterator[YamlTable]:
     """The rules of a mapping. ``outputs``: the topics of the file's outputs, as the file has them.
 
-    ``made``: an output's topic as the file has it → the topics of the rules for its inputs. A topic stays as the file has it
-    if no output fits, so that the file has one problem and not one for each input.
+    ``made``: an output's topic as the file has it → the topics of the rules for its inputs. A topic without an output stays
+    as the file has it: the file then has one problem, and not a problem for each input.
     """
     node = _node(table, "in")
     found = [

@@ -265,7 +265,8 @@ def make_layout(
     for name, sql in sink.added.items():
         unset = " OR ".join(partial.lacks(sql)) if sink.mode == "upsert" else ""
         columns[name] = SourceColumn(Column(name, types[name], ""), sql, unset=unset or None)
-    renamed = sink.rename if len(sink.tables) < 2 and "value" in sides else ()  # Tables may share what one of them has.
+    # A sink of several tables may rename a column that only some of the tables have.
+    renamed = sink.rename if len(sink.tables) < 2 and "value" in sides else ()
     for word, asked in (("include", sink.include or ()), ("rename", renamed)):
         if unknown := [name for name in asked if name not in columns]:
             raise SinkError(

@@ -72,7 +72,9 @@ def sorted_groups(spark: SparkSession) -> Generator[None]:
 
 @contextmanager
 def guarded_elements(spark: SparkSession, expressions: str) -> Generator[None]:
-    """The session that computes ``items[0].sku`` only where the CASE around it says so. ``expressions``: the text of all.
+    """The session that computes ``items[0].sku`` only where the surrounding CASE asks for the field.
+
+    ``expressions``: the text of all expressions.
 
     Spark's rule NestedColumnAliasing (4.1.4) computes the field of an element below a join, for every row of a side, and fails
     for an index that is out of bounds. Without the rule, Spark reads whole structs: it is off for such expressions alone.
