@@ -21,6 +21,7 @@ from dagster_pyspark import LazyPySparkResource
 
 from zync_assets.assets import range_keys
 from zync_assets.assets.names import Names
+from zync_assets.assets.reports import last_offset
 from zync_assets.assets.resources import session
 from zync_assets.audit import guard
 from zync_assets.checks import output_checks, raw_checks, sink_checks
@@ -144,9 +145,9 @@ def _sink(names: Names, sink: Sink, table: SinkTable) -> Iterator[AssetChecksDef
     def position(context: AssetCheckExecutionContext) -> CheckResult:
         expected: dict[int, int] = {}
         for event in _events(context, asset):
-            part, last = names_range(event.partition), event.metadata.get("last")
-            if part is not None and last is not None and isinstance(last.value, int):
-                expected[part.partition] = max(expected.get(part.partition, 0), last.value + 1)
+            part, last = names_range(event.partition), last_offset(event)
+            if part is not None and last is not None:
+                expected[part.partition] = max(expected.get(part.partition, 0), last + 1)
         return sink_checks.sink_position(pipeline, sink, table, expected)
 
     text = "The target's next offset is the one that was written up to, and belongs to the lake's table."

@@ -173,16 +173,24 @@ def _count_inside(place: str, part: OffsetRange) -> int:
 
 Metadata = dict[str, Any]
 
+LAST_OFFSET = "last_offset"
+
+
+def last_offset(event: AssetMaterialization) -> int | None:
+    """The last offset in an event's metadata; None for an empty range. Older versions called the offset ``last``."""
+    found = event.metadata.get(LAST_OFFSET, event.metadata.get("last"))
+    return found.value if found is not None and isinstance(found.value, int) else None
+
 
 def of_extent(extent: Extent, schema: pa.Schema | None = None) -> Metadata:
-    """The metadata of one key. An empty range has no ``last``. A range with an unknown number of rows has no ``rows``."""
+    """The metadata of one key. An empty range has no last offset. A range with an unknown number of rows has no ``rows``."""
     metadata: Metadata = {
-        "first": extent.first,
+        "first_offset": extent.first,
         "complete": extent.complete,
         "time": MetadataValue.timestamp(time.time()),
     }
     if extent.last is not None:
-        metadata["last"] = extent.last
+        metadata[LAST_OFFSET] = extent.last
     if extent.rows is not None:
         metadata["rows"] = extent.rows
         metadata["dagster/partition_row_count"] = extent.rows

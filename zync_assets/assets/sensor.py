@@ -53,7 +53,7 @@ from zync_assets.assets.facts import (
 )
 from zync_assets.assets.names import AWAITS_TAG, KAFKA, PIPELINE_TAG, REST, STEP_TAG, Names
 from zync_assets.assets.range_keys import range_of
-from zync_assets.assets.reports import Extent, raw_extents, staging_extents, staging_schema, topic_extents
+from zync_assets.assets.reports import Extent, last_offset, raw_extents, staging_extents, staging_schema, topic_extents
 from zync_assets.assets.runs import PROBLEMS, REACHABILITY, reachability, troubles
 from zync_assets.checks.raw_checks import BLOCKING
 from zync_assets.errors import ZyncError
@@ -201,8 +201,7 @@ def _known_ranges(instance: DagsterInstance, asset: AssetPosition, keys: Iterabl
         key = keys_by_name.get(event.partition or "") if event is not None else None
         if event is None or key is None:
             continue
-        last = event.metadata.get("last")
-        if last is not None and last.value == min(asset.next[key.partition], key.end) - 1:
+        if last_offset(event) == min(asset.next[key.partition], key.end) - 1:
             ranges.add(key)
     return ranges
 

@@ -244,7 +244,7 @@ class TestBlocks:
         assert event.metadata["lag"].value == 1
         told_last = rig.instance.fetch_materializations(rig.names.topic_key(rig.sales), limit=1).records[0]
         assert told_last.asset_materialization is not None
-        assert told_last.asset_materialization.metadata["last"].value == 1
+        assert told_last.asset_materialization.metadata["last_offset"].value == 1
         status = CliRunner().invoke(main, ["status", str(rig.pipeline.path), "--format", "json"])
         [row] = [row for row in map(json.loads, status.stdout.splitlines()) if row.get("topic") == rig.sales]
         assert (row["published"], row["lag"]) == (2, 1)

@@ -47,7 +47,7 @@ def test_the_whole_way_and_what_each_hop_reports(rig: Rig) -> None:
         rig.names.resource("pool_io"),
     ]
     told_raw = told(ingested, rig.names.pool_key("Raw", rig.orders))
-    assert {key: (said["first"], said["last"], said["rows"]) for key, said in told_raw.items()} == {
+    assert {key: (said["first_offset"], said["last_offset"], said["rows"]) for key, said in told_raw.items()} == {
         OPEN: (0, 2, 3),
         SECOND: (0, 0, 1),
     }
@@ -61,7 +61,7 @@ def test_the_whole_way_and_what_each_hop_reports(rig: Rig) -> None:
         event.event_specific_data.manager_key for event in done.all_events if event.event_type_value == "HANDLED_OUTPUT"
     ] == [rig.names.resource(name) for name in ("pool_io", "pool_io", "kafka_io", "kafka_io")]
     said = told(done, rig.names.pool_key("Staging", rig.sales))[OPEN]
-    assert (said["rows"], said["last"], said["batch"]) == (2, 1, 1)
+    assert (said["rows"], said["last_offset"], said["batch"]) == (2, 1, 1)
     assert json.loads(said["consumed"])[rig.orders] == ["0:0-2", "1:0-0"]
     assert said["pending"] == 2
     of_topic = told(done, rig.names.topic_key(rig.sales))[OPEN]

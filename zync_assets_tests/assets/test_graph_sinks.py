@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dagster import AssetCheckKey
+from dagster import AssetCheckKey, AssetMaterialization
 
+from zync_assets.assets.reports import last_offset
 from zync_assets.checks.output_checks import run_all
 from zync_assets.errors import CheckFailed
 from zync_assets.local.services import Services
@@ -51,7 +52,7 @@ def test_a_target_table_is_an_asset_with_its_source_s_ranges(rig: Rig) -> None:
     job, key = rig.names.sink_job(sink(rig), "sales"), rig.names.sink_key(sink(rig), "sales")
     done = rig.run(job)
     said = told(done, key)[OPEN]
-    assert (said["first"], said["last"], said["complete"], said["written"]) == (0, 1, False, 2)
+    assert (said["first_offset"], said["last_offset"], said["complete"], said["written"]) == (0, 1, False, 2)
     assert {check.check_name: check.passed for check in done.get_asset_check_evaluations()} == {
         "sink_position": True,
         "sink_quarantine": True,
@@ -142,3 +143,9 @@ def test_raw_records_that_no_check_has_passed_are_checked_before_they_are_writte
     (refused,) = failures(rig.run(rig.names.sink_job(sink(rig), "payments"), fails=True))
     assert "the record at offset 1 in partition 0" in refused
     assert "Nothing was written to the target." in refused
+
+
+def test_the_events_of_older_versions_have_their_last_offset_too() -> None:
+    assert last_offset(AssetMaterialization("a", metadata={"last": 3})) == 3
+    assert last_offset(AssetMaterialization("a", metadata={"last_offset": 4})) == 4
+    assert last_offset(AssetMaterialization("a")) is None

@@ -93,7 +93,10 @@ def test_a_range_run_and_the_way_to_the_topic(server: Webserver, names: Names) -
     assert [event["managerKey"] for event in events(run, "LoadedInputEvent")] == [names.resource("kafka_io")]
     assert [event["managerKey"] for event in events(run, "HandledOutputEvent")] == [names.resource("pool_io")]
     made = {event["partition"]: numbers(event) for event in events(run, "MaterializationEvent")}
-    assert made == {OPEN: {"rows": 3, "first": 0, "last": 2}, SECOND: {"rows": 1, "first": 0, "last": 0}}
+    assert made == {
+        OPEN: {"rows": 3, "first_offset": 0, "last_offset": 2},
+        SECOND: {"rows": 1, "first_offset": 0, "last_offset": 0},
+    }
     (columns,) = {
         tuple(column["name"] for column in entry["schema"]["columns"])
         for event in events(run, "MaterializationEvent")
@@ -162,7 +165,7 @@ def succeeded(run: dict) -> None:
 
 
 def numbers(event: dict) -> dict[str, int]:
-    wanted = ("first", "last", "rows")
+    wanted = ("first_offset", "last_offset", "rows")
     return {entry["label"]: entry["intValue"] for entry in event["metadataEntries"] if entry["label"] in wanted}
 
 

@@ -97,9 +97,9 @@ def jobs(result: SensorResult) -> list[str]:
 
 def reported(result: SensorResult, kind: type = AssetMaterialization) -> dict[tuple[str, str | None], object]:
     return {
-        (event.asset_key.to_user_string(), event.partition): event.metadata["last"].value
+        (event.asset_key.to_user_string(), event.partition): event.metadata["last_offset"].value
         for event in result.asset_events
-        if isinstance(event, kind) and not isinstance(event, AssetCheckEvaluation) and "last" in event.metadata
+        if isinstance(event, kind) and not isinstance(event, AssetCheckEvaluation) and "last_offset" in event.metadata
     }
 
 
