@@ -128,7 +128,8 @@ def run_query(pipeline: Pipeline, view_query: ViewQuery) -> tuple[list[str], Ite
         columns = unique_names(frame.columns)
     except PySparkException as error:
         raise ZyncError(f"query: {short(error)}") from None
-    return columns, _rows(frame.toDF(*columns))
+    # Plain names on the way: PySpark takes a dot in a name for the field of a struct.
+    return columns, _rows(frame.toDF(*(f"c{number}" for number, _ in enumerate(columns))), columns)
 
 
 def unique_names(columns: Sequence[str]) -> list[str]:
@@ -157,7 +158,7 @@ def table_frame(spark: SparkSession, pipeline: Pipeline, pool: str, topic: str) 
     return frames.latest_records(frame) if is_latest else frame
 
 
-def _rows(frame: DataFrame) -> Iterator[dict[str, Any]]:
+def _rows(frame: DataFrame, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     from pyspark.errors import PySparkException
 
     try:
@@ -165,7 +166,7 @@ def _rows(frame: DataFrame) -> Iterator[dict[str, Any]]:
         for row in frame.mapInArrow(_pack, "batch binary").toLocalIterator():
             with pa.ipc.open_stream(bytes(row["batch"])) as stream:
                 for batch in stream:
-                    yield from python_rows(batch)
+                    yield from python_rows(batch.rename_columns(list(columns)))
     except PySparkException as error:
         raise ZyncError(f"query: {short(error)}") from None
 

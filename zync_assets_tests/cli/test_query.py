@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
 
 from zync_assets.cli.main import main
-from zync_assets.cli.query import rewrite, unique_names
+from zync_assets.cli.query import rewrite, run_query, unique_names
 from zync_assets.errors import ZyncError
+from zync_assets.local.services import Services
 from zync_assets_tests.checks.chain import Chain
+from zync_assets_tests.mini import make_pipeline
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 TABLES = [("Raw", "Invoices"), ("Raw", "shop.public.orders"), ("Staging", "New"), ("Staging", "New@latest")]
 
@@ -96,3 +103,14 @@ def test_spark_s_refusal_is_one_line(sound_chain: Chain) -> None:
         assert found.exit_code == 1
         assert found.stderr.startswith("error: query: ")
         assert "Traceback" not in found.stderr
+
+
+def test_a_column_may_have_any_name(services: Services, spark: SparkSession, tmp_path: Path) -> None:
+    text = """
+inputs: [{topic: a, pool: Raw, format: string}]
+"""
+    pipeline = make_pipeline(services, tmp_path, text)
+    sql = "SELECT 1 AS `a.b`, sum(named_struct('id', 2).id), 3 AS `x ``y`, 4 AS a, 5 AS a"
+    columns, rows = run_query(pipeline, rewrite(sql, []))
+    assert columns == ["a.b", "sum(named_struct(id, 2).id)", "x `y", "a", "a_2"]
+    assert list(rows) == [dict(zip(columns, range(1, 6), strict=True))]
