@@ -8,7 +8,7 @@ the pipeline file, which may have changed since.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
@@ -326,16 +326,26 @@ def _rows(outputs: StagedTopic, part: OffsetRange) -> Iterator[pa.RecordBatch]:
     for item in outputs.files:
         if item.partition != part.partition or (item.last or 0) < part.first or (item.first or 0) >= part.end:
             continue
-        system, path = storage.filesystem(storage.join(outputs.uri, item.path))
-        source = pq.ParquetFile(path, filesystem=system)
-        present = ["kafka.offset", *(name for name in names if name in source.schema_arrow.names)]
-        for batch in storage.read_batches(source, BATCH_RECORDS, present):
+        for batch in _file_rows(storage.join(outputs.uri, item.path), names):
             offsets = pc.struct_field(batch.column("kafka"), "offset")
             inside = pc.and_(pc.greater_equal(offsets, part.first), pc.less(offsets, part.end))
             # A file has its rows in order. The caller refuses rows that are not.
             places = pc.indices_nonzero(inside).to_numpy()
             if len(places):
                 yield batch.slice(places[0], places[-1] + 1 - places[0])
+
+
+def _file_rows(uri: str, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """The offsets and some columns of a file, as far as it has them. LakeError if another program damaged the file."""
+    system, path = storage.filesystem(uri)
+    try:
+        source = pq.ParquetFile(path, filesystem=system)
+        own = source.schema_arrow.names
+        yield from storage.read_batches(
+            source, BATCH_RECORDS, ["kafka.offset", *(name for name in names if name in own)]
+        )
+    except pa.ArrowInvalid as error:
+        raise LakeError(f"file {uri} can't be read: {error}. Restore it from a copy.") from None
 
 
 def payloads(topic: str, rows: pa.RecordBatch, schema_of: Callable[[str], RowSchema]) -> Payloads:

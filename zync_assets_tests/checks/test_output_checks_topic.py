@@ -165,7 +165,14 @@ def test_a_topic_that_lost_its_end(pipeline: Pipeline) -> None:
 
 def test_staging_that_lost_a_file(pipeline: Pipeline) -> None:
     topic = publish(pipeline, SAME)
-    (Path(pipeline.lake) / "Staging" / f"topic={topic}" / "rows.parquet").unlink()
+    path = Path(pipeline.lake) / "Staging" / f"topic={topic}" / "rows.parquet"
+    content = path.read_bytes()
+    for length in (100, len(content) // 2):
+        path.write_bytes(content[:length])
+        found = staging_equals_topic(pipeline, topic)
+        assert not found.passed
+        assert "rows.parquet can't be read: " in found.summary and "Restore it from a copy." in found.summary
+    path.unlink()
     found = staging_equals_topic(pipeline, topic)
     assert not found.passed
     assert "is in the log and not in the lake" in found.summary
