@@ -30,7 +30,7 @@ from zync_assets.assets.views import definition_metadata
 from zync_assets.etl.plan import EtlBatch, RawSlice, transform
 from zync_assets.etl.rules import kind_of
 from zync_assets.ingest.plan import RawBatch
-from zync_assets.pipeline import Output, Pipeline, Sink, SinkTable, pool_path, table_name
+from zync_assets.pipeline import Output, Pipeline, Sink, SinkTable, table_name
 from zync_assets.publish.plan import OutputBatch
 from zync_assets.sinks.plan import SinkBatch
 
@@ -74,12 +74,13 @@ def build_assets(names: Names, labels: AssetLabels) -> list[AssetsDefinition | A
 
 def source(names: Names, labels: AssetLabels, topic: str) -> AssetSpec:
     item = names.pipeline.input(topic)
+    table = names.pool_key(item.pool, topic).to_user_string()
     return AssetSpec(
         names.topic_key(topic),
         description=(
             f"The Kafka topic **{topic}**, as its producer writes it (keys: {item.key.format}, values:"
             f" {item.value.format}). zync only reads the topic. The metadata tells how many records each range has, and how far"
-            f" {pool_path(item.pool, topic)} is behind."
+            f" {table} is behind."
         ),
         partitions_def=raw_definition(names, topic),
         group_name=labels.group(SOURCES),
@@ -186,6 +187,8 @@ def staging(names: Names, labels: AssetLabels, pool: str) -> AssetsDefinition:
 
 
 def publication(names: Names, labels: AssetLabels, item: Output) -> AssetsDefinition:
+    staged = names.pool_key(item.pool, item.topic)
+
     @multi_asset(
         name=names.publish_op(item.topic),
         description=f"Publishes {item.topic} from {item.pool}.",
@@ -203,7 +206,7 @@ def publication(names: Names, labels: AssetLabels, item: Output) -> AssetsDefini
                 io_manager_key=names.resource("kafka_io"),
                 description=(
                     f"The Kafka topic **{item.topic}** for its consumers (keys: {item.key.format}, values:"
-                    f" {item.value.format}). The record at offset k is record k of {pool_path(item.pool, item.topic)}."
+                    f" {item.value.format}). The record at offset k is record k of {staged.to_user_string()}."
                 ),
                 group_name=labels.group(TARGETS),
                 kinds={"kafka", item.value.format},

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from dagster import InputContext, IOManager, OutputContext
+from dagster import DagsterInvariantViolationError, InputContext, IOManager, OutputContext
 from dagster_pyspark import LazyPySparkResource
 
 from zync_assets.assets import range_keys, reports, runs
@@ -96,6 +96,29 @@ def pool_frame(
     return frame.filter(inside or "false")
 
 
+def input_ranges(context: InputContext) -> list[OffsetRange] | None:
+    """The ranges of the upstream asset that a step reads; None for the whole asset.
+
+    A step without these partitions gets every key that Dagster knows. The lake may hold ranges whose keys the sensor has not
+    added yet: all keys stand for the whole asset. RangeUnknown for a key that is no range.
+    """
+    if not context.has_asset_partitions:
+        return None
+    place, keys = context.asset_key.to_user_string(), context.asset_partition_keys
+    definition = context.asset_partitions_def
+    try:
+        step = context.step_context
+    except DagsterInvariantViolationError:
+        # No step: a script loads one partition of the asset.
+        return range_keys.run_keys(keys, place)
+    own = [step.partitions_def_for_output(item.name) for item in step.op_def.output_defs]
+    if definition not in own and set(keys) >= set(
+        definition.get_partition_keys(dynamic_partitions_store=context.instance)
+    ):
+        return None
+    return range_keys.run_keys(keys, place)
+
+
 NO_LIMIT = 1 << 60
 """More offsets than a topic has."""
 
@@ -116,8 +139,7 @@ class KafkaIOManager(IOManager):
         """
         topic = context.asset_key.path[-1]
         with errors_as_failures():
-            place = context.asset_key.to_user_string()
-            keys = range_keys.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
+            place, keys = context.asset_key.to_user_string(), input_ranges(context)
             kind = context.dagster_type.typing_type
             if kind is RawBatch:
                 # Of all inputs together, before any of them is ingested.
@@ -270,8 +292,7 @@ class PoolIOManager(IOManager):
             if kind is SinkBatch:
                 metadata = context.definition_metadata
                 return self._sink_batch(str(metadata[SINK]), str(metadata[SINK_TABLE]))
-            place = context.asset_key.to_user_string()
-            keys = range_keys.run_keys(context.asset_partition_keys, place) if context.has_asset_partitions else None
+            place, keys = context.asset_key.to_user_string(), input_ranges(context)
             if kind is OutputBatch:
                 with topic_check_on_error(self._names, context.instance, topic):
                     batch = read_output(self._pipeline, self._session, topic)

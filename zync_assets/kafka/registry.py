@@ -267,7 +267,7 @@ def _silence_error(config: RegistryConfig, error: Exception, at: str, label: str
             )
     return RegistryUnavailable(
         f"no answer from {at}: {label}: {_redact(str(error), config) or type(error).__name__};"
-        " check registry.url and that it is up"
+        " check registry.url and that it is up."
     )
 
 

@@ -267,6 +267,29 @@ def test_an_asset_of_ones_own_says_how_it_wants_its_rows(rig: Rig) -> None:
     assert "Annotate the argument with pyspark.sql.DataFrame, pyarrow.Table or polars.LazyFrame" in failures(refused)[0]
 
 
+def test_an_asset_without_partitions_reads_ranges_that_dagster_does_not_know_yet(rig: Rig) -> None:
+    """The command line has moved the records, and no sensor has added keys. A key that is no range stands in nobody's way."""
+    rig.send(rig.orders, orders(1, 2))
+    rig.send(rig.payments, payments(1))
+    run_steps(rig.pipeline)
+    found: dict[str, list[int]] = {"staged": [], "sent": []}
+
+    @asset(ins={"rows": AssetIn(rig.names.pool_key("Staging", rig.sales))})
+    def staged(rows: pa.Table) -> None:
+        found["staged"].append(len(rows))
+
+    @asset(ins={"rows": AssetIn(rig.names.topic_key(rig.sales))})
+    def sent(rows: pa.Table) -> None:
+        found["sent"].append(len(rows))
+
+    merged = Definitions.merge(build_definitions(rig.pipeline), Definitions(assets=[staged, sent]))
+    job, name = merged.resolve_implicit_global_asset_job_def(), rig.names.staging_partitions("Staging")
+    for keys in ([], ["junk"], ["1:0-999999"]):
+        rig.instance.add_dynamic_partitions(name, keys)
+        assert job.execute_in_process(instance=rig.instance, asset_selection=[staged.key, sent.key]).success
+    assert found == {"staged": [1, 1, 1], "sent": [1, 1, 1]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batches_before", [0, 1])
 def test_a_writer_that_was_first_is_taken_into_account(
