@@ -441,5 +441,16 @@ def sinks(shop: Shop, folder: Path) -> None:
         target.execute("DROP TABLE zync_positions")
     shop.paste(shop.zync("sink", code=1))
     shop.zync("sink")
+    with closing(sqlite3.connect(file)) as target, target:
+        assert target.execute("SELECT count(*) FROM rows").fetchone() == (len(it.raw(it.right)),)
+        refusal = "BEGIN SELECT RAISE(ABORT, 'too much'); END"
+        target.execute(f"CREATE TRIGGER limits BEFORE INSERT ON rows WHEN new.id = 99 {refusal}")
+    it.send(it.right, row(99, "r"))
+    shop.zync("from-kafka")
+    shop.zync("sink")
+    with closing(sqlite3.connect(file)) as target, target:
+        target.execute("DROP TRIGGER limits")
+    # Records of other situations stay in quarantine.
+    assert "1 replayed" in shop.paste(shop.zync("check"), code=1)
     with closing(sqlite3.connect(file)) as target:
         assert target.execute("SELECT count(*) FROM rows").fetchone() == (len(it.raw(it.right)),)
