@@ -221,7 +221,7 @@ def _verify(model: Pipeline, names: tuple[str, ...], fmt: Format) -> None:
 
 @click.command()
 @_pipeline
-@click.option("--until-idle", is_flag=True, help="Stop when nothing is left to do.")
+@click.option("--until-idle", is_flag=True, help="Stop when nothing is left to do, or at the first error.")
 @click.option("--exit-after", type=DURATION, metavar="TIME", help="Stop after this time, such as 60s, 5m or 1h.")
 @format_option
 def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format) -> None:
