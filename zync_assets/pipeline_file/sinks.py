@@ -317,11 +317,11 @@ def _authority_fault(url: str) -> str | None:
 
     A password with a bare @ or / would end up in the host's name, which errors show and DNS is asked for.
     """
-    authority = re.split(r"[/?#]", url.partition("://")[2], maxsplit=1)[0]
+    authority, *rest = re.split(r"[/?#]", url.partition("://")[2], maxsplit=1)
     user, at, hosts = authority.rpartition("@")
     cure = "In a user or a password, write @ as %40, : as %3A, / as %2F, ? as %3F and # as %23"
-    if "@" in user or (at and ":" in user.partition(":")[2]):
-        return f"has an @ or a : too many before the host. {cure}"
+    if "@" in user or (at and ":" in user.partition(":")[2]) or any("@" in text for text in rest):
+        return f"has an @ or a : too many. {cure}"
     for host in hosts.split(","):
         name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
         if name and port and not port.isdigit():

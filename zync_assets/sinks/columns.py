@@ -33,6 +33,7 @@ from zync_assets.sinks.fold import (
     PartialRecords,
     Records,
     unavailable,
+    unless,
 )
 from zync_assets.sinks.target import Column, TableSpec, Target, checked_times, in_units, time_of
 from zync_assets.spark.sql import name_sql
@@ -54,7 +55,8 @@ class SourceColumn:
     """A column with its value in a record. ``sql``: over ``kafka``, ``key`` and ``value``. ``name``: of the field in the
     source's value, whose absence leaves the column as it is; None: every record has the column. ``path``: of the column's field;
     None: the column is an expression. ``units``: microseconds in the unit of a number that becomes a time; 0: no such number.
-    ``unset``: whether a record leaves the column as it is for another reason, as SQL; None: no record does."""
+    ``unset``: whether a record leaves the column as it is for another reason, as SQL; None: no record does. The value of such a
+    record is not computed."""
 
     column: Column
     sql: str
@@ -88,7 +90,7 @@ class Layout:
         column FAILED.
         """
         safe = "{}" if guarded is None else f"CASE WHEN {FAILED} IS NULL THEN {{}} END"
-        own = [safe.format(_as_json(item)) if item.sql in (guarded or ()) else _as_json(item) for item in self.columns]
+        own = [safe.format(_value(item)) if item.sql in (guarded or ()) else _value(item) for item in self.columns]
         own = [f"{sql} AS c{number}" for number, sql in enumerate(own)]
         own += [
             f"coalesce({item.unset}, false) AS u{at}" for at, item in enumerate(self.columns) if item.unset is not None
@@ -264,7 +266,9 @@ def make_layout(
         columns = {**chosen, **values, **chosen}
     for name, sql in sink.added.items():
         unset = " OR ".join(partial.lacks(sql)) if sink.mode == "upsert" else ""
-        columns[name] = SourceColumn(Column(name, types[name], ""), sql, unset=unset or None)
+        # A record without a part of its key is refused.
+        own_sql, unset = (unless(unset, sql), "") if unset and name in chosen else (sql, unset)
+        columns[name] = SourceColumn(Column(name, types[name], ""), own_sql, unset=unset or None)
     # A sink of several tables may rename a column that only some of the tables have.
     renamed = sink.rename if len(sink.tables) < 2 and "value" in sides else ()
     for word, asked in (("include", sink.include or ()), ("rename", renamed)):
@@ -332,7 +336,10 @@ def _with_condition(whole: Layout, sink: Sink, keys: Sequence[str], partial: Par
     if sink.where is None or is_of_key(sink.where):
         return replace(whole, where=where if sink.delete else (*where, f"NOT {deleted}"))
     unsure = " OR ".join(partial.lacks(sink.where)) or None
-    meets = " OR ".join([f"coalesce({sink.where}, false)", *([unsure] if unsure else [])])
+    meets = f"coalesce({sink.where}, false)"
+    if unsure is not None:
+        # First, since the condition could fail on Debezium's placeholder.
+        meets = f"CASE WHEN {unsure} THEN true ELSE {meets} END"
     if not sink.delete:
         return replace(whole, where=(meets, f"NOT {deleted}"), update_sql=unsure)
     # A record without a whole key has no row that could go.
@@ -396,7 +403,11 @@ def _key_column(
             return replace(single, column=replace(single.column, name=wanted))
     wanted = own if dot and side == "value" else name
     if side != "key" and wanted in values:
-        return replace(values[wanted], name=None, unset=None)
+        found = values[wanted]
+        if found.unset is None:
+            return replace(found, name=None)
+        # A record that did not send a part of its key is refused, as one with a null.
+        return replace(found, name=None, sql=unless(found.unset, found.sql), path=None, unset=None)
     there = ", ".join([*(f"key.{item}" for item in of_key), *(f"value.{item}" for item in values)])
     raise SinkError(
         f"sink {sink.name}, {table.source}: key: names {name}, and the records have {there or 'no fields'}. Correct the name."
@@ -424,8 +435,10 @@ def _side(root: str, kind: pa.DataType, side: str, placeholder: str | None = Non
         yield SourceColumn(column, f"{root}.{name_sql(item.name)}", source_name, path, units, unset)
 
 
-def _as_json(item: SourceColumn) -> str:
-    return f"to_json({item.sql}, {_JSON})" if item.column.as_json else item.sql
+def _value(item: SourceColumn) -> str:
+    """The SQL of a column's value as the frame has it."""
+    sql = item.sql if item.unset is None else unless(item.unset, item.sql)
+    return f"to_json({sql}, {_JSON})" if item.column.as_json else sql
 
 
 def _converted(values: pa.Array, item: SourceColumn) -> pa.Array:

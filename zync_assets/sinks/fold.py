@@ -195,3 +195,8 @@ def unavailable(root: str, item: pa.Field, placeholder: str | None) -> str | Non
         if placeholder is None
         else is_placeholder(f"{root}.{name_sql(item.name)}", spark_type(item.type), placeholder)
     )
+
+
+def unless(unset: str, sql: str) -> str:
+    """An expression that is null where a record leaves out one of its fields. It could fail on Debezium's placeholder."""
+    return f"CASE WHEN coalesce({unset}, false) THEN NULL ELSE {sql} END"

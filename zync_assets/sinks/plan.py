@@ -403,7 +403,11 @@ def source_frame(
     with spark_failures(lambda text: SinkError(f"sink {sink.name}, {plan.table.source}: {text}")):
         frame = _records(spark, plan, ranges)
         if guarded:
-            cases = " ".join(f"WHEN {fails(f'({sql})')} THEN {text_sql(name)}" for name, sql in expressions.items())
+            skipped = {item.sql: item.unset for item in whole.columns} | {sink.where or "": whole.update_sql}
+            cases = " ".join(
+                f"WHEN NOT coalesce({skipped.get(sql) or 'false'}, false) AND {fails(f'({sql})')} THEN {text_sql(name)}"
+                for name, sql in expressions.items()
+            )
             frame = frame.selectExpr("*", f"CASE {cases} END AS {FAILED}")
         for condition in whole.where:
             frame = frame.where(f"CASE WHEN {FAILED} IS NULL THEN {condition} ELSE true END" if guarded else condition)

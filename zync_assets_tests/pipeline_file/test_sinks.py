@@ -41,10 +41,13 @@ SHARED = "from: [Raw.shop.*], key: [id], table: orders"
             for rest, message in (
                 (
                     "me:S3CRE@TAIL@host:1/shop",
-                    "has an @ or a : too many before the host. In a user or a password, write @ as %40",
+                    "has an @ or a : too many. In a user or a password, write @ as %40",
                 ),
-                ("me:S3:CRE@host/shop", "has an @ or a : too many before the host"),
-                ("me:S3/CRE@host/shop", "has a port that is no number. Write host:port"),
+                ("me:S3:CRE@host/shop", "has an @ or a : too many"),
+                ("me:S3/CRE@host/shop", "has an @ or a : too many"),
+                ("me:12/p@S3CRE@host/shop", "has an @ or a : too many"),
+                ("me:12#p@S3CRE@host/shop", "has an @ or a : too many"),
+                ("me:?p@S3CRE@host/shop", "has an @ or a : too many"),
                 ("me:pw@host:abc/shop", "has a port that is no number. Write host:port"),
             )
         ),

@@ -500,13 +500,17 @@ UNSENT = """
 inputs:
   - {topic: $left, pool: Raw, format: json, key-schema: id bigint,
      value-schema: "before struct<id: bigint>, after struct<id: bigint, v: string, words: array<string>, map: map<string, string>,
-     numbers: array<int>, flags: array<boolean>>, op string"}
+     numbers: array<int>, flags: array<boolean>, code: string>, op string"}
   - {topic: $right, pool: Raw, format: json}
 outputs: [{topic: $out, pool: Staging}]
 transforms: [{type: stateless, in: $right, out: $out, key: null, value: {v: in.value}}]
 sinks:
   - {name: shop, type: sqlite, url: shop.db, from: [Raw.$left], table: rows,
-     before: {set: {upper: upper(value.after.v), most: array_max(value.after.numbers)}}}
+     before: {set: {upper: upper(value.after.v), most: array_max(value.after.numbers), number: CAST(value.after.code AS INT)}}}
+  - {name: chosen, type: sqlite, url: shop.db, from: [Raw.$left], table: chosen, columns: {include: [v, flags]},
+     before: {where: CAST(value.after.code AS INT) > 1}}
+  - {name: keyed, type: sqlite, url: shop.db, from: [Raw.$left], table: keyed, key: [key.id, value.v],
+     columns: {include: [flags]}}
 """
 
 
@@ -515,7 +519,7 @@ def test_values_that_debezium_did_not_send_leave_columns_of_every_type(
 ) -> None:
     it = mini(services, spark, tmp_path, unique, UNSENT)
     text = "__debezium_unavailable_value"
-    sent = {"id": 1, "v": "a", "words": ["x", "y"], "map": {"k": "l"}, "numbers": [4, 2], "flags": [True]}
+    sent = {"id": 1, "v": "a", "words": ["x", "y"], "map": {"k": "l"}, "numbers": [4, 2], "flags": [True], "code": "12"}
     unsent = {
         "id": 1,
         "v": text,
@@ -523,13 +527,17 @@ def test_values_that_debezium_did_not_send_leave_columns_of_every_type(
         "map": {text: text},
         "numbers": list(text.encode()),
         "flags": [False],
+        "code": text,
     }
     it.send(it.left, *((b'{"id": 1}', {"before": None, "after": after, "op": "u"}) for after in (sent, unsent)))
     it.ingest()
     write(it)
-    expected = [(1, "a", '["x","y"]', '{"k":"l"}', "[4,2]", "[false]", "A", 4)]
+    expected = [(1, "a", '["x","y"]', '{"k":"l"}', "[4,2]", "[false]", "12", "A", 4, 12)]
     assert rows(it) == expected
-    (sink,) = it.pipeline.sinks
+    assert rows(it, "SELECT * FROM chosen") == [(1, "a", "[false]")]
+    # Nothing says which row of such a key a record changes.
+    assert rows(it, "SELECT * FROM keyed") == [(1, "a", "[true]")]
+    sink = it.pipeline.sinks[0]
     assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
     it.send(it.left, (b'{"id": 1}', {"before": None, "after": unsent, "op": "u"}))
     it.ingest()
