@@ -34,7 +34,7 @@ from zync_assets.sinks.fold import DELETE, OP, SET, UPDATE
 from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, reset_command, source_frame
 from zync_assets.sinks.target import TableSpec, Target, open_target
 from zync_assets.spark.failures import spark_failures
-from zync_assets.spark.session import Session
+from zync_assets.spark.session import Session, lazy_session
 from zync_assets.spark.tasks import frame_results, search_settings, task_frame
 
 STATE, ROWS_MATCH = "state_equals_raw", "rows_match"
@@ -139,6 +139,7 @@ class Differences:
 
 def compare_rows(plan: SinkPlan, session: Session) -> Differences:
     """The table of a plan compared with the fold of its source up to the table's position."""
+    session = lazy_session(session)
     with search_settings(session()):
         return _compare_rows(plan, session)
 

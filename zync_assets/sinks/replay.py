@@ -19,7 +19,7 @@ from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
 from zync_assets.sinks.commit import in_tasks, loaded
 from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, source_frame
 from zync_assets.sinks.target import BadRecord, Merge, TableSpec, open_target
-from zync_assets.spark.session import Session
+from zync_assets.spark.session import Session, lazy_session
 from zync_assets.spark.tasks import search_settings
 
 OVERTAKEN = "a later record of its key has been written, and nothing was changed; drop it"
@@ -52,7 +52,7 @@ def refused_records(pipeline: Pipeline, selection: Selection) -> Iterator[Refuse
 
 def replay_refused(pipeline: Pipeline, session: Session, selection: Selection) -> tuple[int, dict[str, str]]:
     """Write refused records again: the number that was written, and record → why it stays."""
-    count, left = 0, dict[str, str]()
+    count, left, session = 0, dict[str, str](), lazy_session(session)
     for plan in _plans(pipeline, selection):
         if bad := _chosen(plan, selection):
             with search_settings(session()):

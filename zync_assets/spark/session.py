@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -359,8 +360,11 @@ Session = Callable[[], "SparkSession"]
 
 
 def lazy_session(spark: SparkSession | Session) -> Session:
-    """A function that returns the session. Accepts a session or such a function."""
-    return spark if callable(spark) else lambda: spark
+    """A function that returns the session, the same at each call. Accepts a session or such a function.
+
+    Each further call of ``spark_session`` would set the session's own settings again, in the middle of a search.
+    """
+    return cache(spark) if callable(spark) else lambda: spark
 
 
 def spark_session(spark: Mapping[str, str], lake: str = "", *, long: bool = False) -> SparkSession:
