@@ -185,7 +185,7 @@ def sink_once(
         if not batch.plan.nothing_to_do:
             return commit_sink(batch)
         if batch.plan.place not in _cleaned:
-            # No batch would find that the table is gone. A process looks once, since each look asks the target.
+            # Without a batch, nothing else finds that the table is missing. A process looks once: each look asks the target.
             check_table(batch.plan)
         return None
 

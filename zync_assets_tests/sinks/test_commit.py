@@ -226,7 +226,7 @@ def test_a_record_on_which_an_expression_fails_is_put_aside(
     where = f"sink sets, table sets, Raw.{it.left}, partition 0, offset 5: before: set: number: CAST(value.v AS INT) fails: "
     assert str(error.value).startswith(f"{where}[CAST_INVALID_INPUT] The value 'y' of")
     assert str(error.value).endswith(". Correct the record or the expression, as with try_cast, and run again.")
-    # Of several records, the reason of one is not told of another.
+    # If several records fail, no record has a reason: the reason may be of another record.
     more = it.edited(FAILING)
     more.send(it.left, {"id": 0, "v": "z"}, {"id": 0, "v": "u"})
     more.ingest()
