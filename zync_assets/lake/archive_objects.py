@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from zync_assets.codecs.connect.payloads import odd_float_text
 from zync_assets.errors import LakeError
 from zync_assets.lake import storage
 from zync_assets.lake.archive import JSON_LINES, PARQUET, SUFFIXES, ArchiveObject, read_file, write_whole
@@ -147,7 +148,7 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 def _with_texts(value: Any) -> Any:
     """A value with texts in place of NaN and infinities."""
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return odd_float_text(value)
     if isinstance(value, dict):
         return {name: _with_texts(item) for name, item in value.items()}
     return [_with_texts(item) for item in value] if isinstance(value, (list, tuple)) else value

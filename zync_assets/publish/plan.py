@@ -23,6 +23,7 @@ from zync_assets.errors import (
 )
 from zync_assets.kafka.topics import TopicState, high_watermarks, known_watermarks, survey, topic_states
 from zync_assets.lake import staging
+from zync_assets.lake.check_results import count_text
 from zync_assets.lake.head import OutputPosition
 from zync_assets.lake.publication import PublishState, rollback_error
 from zync_assets.lake.snapshot import Snapshot
@@ -301,15 +302,11 @@ def partitions_error(
     if count == numbered or positions[0].partitions != numbered:
         return None
     return PartitionsChanged(
-        f"topic {topic_state.topic} has {partitions_text(count)}, and its outputs are numbered for {numbered}: with other"
+        f"topic {topic_state.topic} has {count_text(count, 'partition')}, and its outputs are numbered for {numbered}: with other"
         " partitions, later records of a key would not follow its earlier ones. Nothing was published."
-        f" To publish all of staging to a new topic with {partitions_text(numbered)}: {recreate}. For"
-        f" {partitions_text(count)}, give the output another topic and another staging pool."
+        f" To publish all of staging to a new topic with {count_text(numbered, 'partition')}: {recreate}. For"
+        f" {count_text(count, 'partition')}, give the output another topic and another staging pool."
     )
-
-
-def partitions_text(count: int) -> str:
-    return f"{count} partition{'' if count == 1 else 's'}"
 
 
 def _check_watermark(topic: str, part: PartitionPlan, recreate: str) -> None:

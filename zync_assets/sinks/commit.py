@@ -310,8 +310,11 @@ def kept_text(text: str) -> str:
 
 @dataclass(frozen=True)
 class SearchTask:
-    """What the task of step 4 needs. ``merge``: of the whole batch, without load tables; ``known``: the number of records in
-    the sink's quarantine; ``reason``: why an expression fails in the batch."""
+    """The arguments of the task of step 4.
+
+    ``merge``: of the whole batch, without load tables; ``known``: the number of records in the sink's quarantine; ``reason``: why
+    an expression fails in the batch.
+    """
 
     sink: Sink
     layout: Layout

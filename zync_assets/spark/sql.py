@@ -117,7 +117,7 @@ def placeholder_bytes(text: str) -> bytes:
 
 
 def is_placeholder(column: str, kind: DataType, placeholder: str) -> str | None:
-    """Whether a value is Debezium's placeholder, as a condition that may be null; None for a type that can't hold it.
+    """Whether a value is Debezium's placeholder, as a condition that may be null; None if no value of the type can be.
 
     PostgreSQL does not log large values that an update leaves unchanged (TOAST). Debezium puts ``unavailable.value.placeholder``
     there, in a form of the column's type (``UnchangedToastedPlaceholder`` of its PostgreSQL connector):

@@ -310,4 +310,9 @@ def write_row(node: Connect, value: Any) -> Any:
 def _written_float(value: float, short: bool) -> Any:
     if math.isfinite(value):
         return float(str(np.float32(value))) if short else value
+    return odd_float_text(value)
+
+
+def odd_float_text(value: float) -> str:
+    """NaN or an infinity as Kafka Connect writes it in JSON."""
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

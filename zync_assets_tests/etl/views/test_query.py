@@ -35,20 +35,24 @@ def made(services: Services, spark: SparkSession, folder: Path, prefix: str, tag
     return it
 
 
-@pytest.mark.parametrize("tags", ["t.tags", "collect_list(t.tags)", "max(t.tags)"])
-def test_a_map_that_spark_must_compare_is_an_error_with_a_cure(
-    services: Services, spark: SparkSession, tmp_path: Path, unique: str, tags: str
+NO_MAP = r"Spark compares no maps .* Write map_entries\(\.\.\.\) of the map"
+NO_FIELD = r"rule 1-view: .*`tag`.* Correct the name, or wait for a record"
+
+
+@pytest.mark.parametrize(
+    ("tags", "kind", "text"),
+    [
+        ("t.tags", EtlError, NO_MAP),
+        ("collect_list(t.tags)", EtlError, NO_MAP),
+        ("max(t.tags)", EtlError, NO_MAP),
+        ("t.tag", FieldMissing, NO_FIELD),
+    ],
+)
+def test_a_map_to_compare_and_a_missing_field_are_errors_with_a_cure(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, tags: str, kind: type[Exception], text: str
 ) -> None:
     it = made(services, spark, tmp_path, unique, tags)
-    with pytest.raises(EtlError, match=r"Spark compares no maps .* Write map_entries\(\.\.\.\) of the map"):
-        it.etl()
-
-
-def test_a_field_that_no_table_has_is_an_error_with_a_cure(
-    services: Services, spark: SparkSession, tmp_path: Path, unique: str
-) -> None:
-    it = made(services, spark, tmp_path, unique, "t.tag")
-    with pytest.raises(FieldMissing, match=r"rule 1-view: .*`tag`.* Correct the name, or wait for a record"):
+    with pytest.raises(kind, match=text):
         it.etl()
 
 
