@@ -33,7 +33,6 @@ from zync_assets.sinks.fold import (
     PartialRecords,
     Records,
     unavailable,
-    unless,
 )
 from zync_assets.sinks.target import Column, TableSpec, Target, checked_times, in_units, time_of
 from zync_assets.spark.sql import name_sql
@@ -56,7 +55,7 @@ class SourceColumn:
     source's value, whose absence leaves the column as it is; None: every record has the column. ``path``: of the column's field;
     None: the column is an expression. ``units``: microseconds in the unit of a number that becomes a time; 0: no such number.
     ``unset``: whether a record leaves the column as it is for another reason, as SQL; None: no record does. The value of such a
-    record is not computed."""
+    record is null, and a null in a key is refused."""
 
     column: Column
     sql: str
@@ -266,9 +265,7 @@ def make_layout(
         columns = {**chosen, **values, **chosen}
     for name, sql in sink.added.items():
         unset = " OR ".join(partial.lacks(sql)) if sink.mode == "upsert" else ""
-        # A record without a part of its key is refused.
-        own_sql, unset = (unless(unset, sql), "") if unset and name in chosen else (sql, unset)
-        columns[name] = SourceColumn(Column(name, types[name], ""), own_sql, unset=unset or None)
+        columns[name] = SourceColumn(Column(name, types[name], ""), sql, unset=unset or None)
     # A sink of several tables may rename a column that only some of the tables have.
     renamed = sink.rename if len(sink.tables) < 2 and "value" in sides else ()
     for word, asked in (("include", sink.include or ()), ("rename", renamed)):
@@ -321,7 +318,7 @@ def make_layout(
         schemas=partial.schemas,
         function=sink.before,
     )
-    return _with_condition(whole, sink, [item.sql for item in made if item.column.name in key], partial)
+    return _with_condition(whole, sink, [_value(item) for item in made if item.column.name in key], partial)
 
 
 def _with_condition(whole: Layout, sink: Sink, keys: Sequence[str], partial: PartialRecords) -> Layout:
@@ -403,11 +400,7 @@ def _key_column(
             return replace(single, column=replace(single.column, name=wanted))
     wanted = own if dot and side == "value" else name
     if side != "key" and wanted in values:
-        found = values[wanted]
-        if found.unset is None:
-            return replace(found, name=None)
-        # A record that did not send a part of its key is refused, as one with a null.
-        return replace(found, name=None, sql=unless(found.unset, found.sql), path=None, unset=None)
+        return replace(values[wanted], name=None)
     there = ", ".join([*(f"key.{item}" for item in of_key), *(f"value.{item}" for item in values)])
     raise SinkError(
         f"sink {sink.name}, {table.source}: key: names {name}, and the records have {there or 'no fields'}. Correct the name."
@@ -437,7 +430,8 @@ def _side(root: str, kind: pa.DataType, side: str, placeholder: str | None = Non
 
 def _value(item: SourceColumn) -> str:
     """The SQL of a column's value as the frame has it."""
-    sql = item.sql if item.unset is None else unless(item.unset, item.sql)
+    # An expression could fail on Debezium's placeholder.
+    sql = item.sql if item.unset is None else f"CASE WHEN coalesce({item.unset}, false) THEN NULL ELSE {item.sql} END"
     return f"to_json({sql}, {_JSON})" if item.column.as_json else sql
 
 

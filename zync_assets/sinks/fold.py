@@ -7,10 +7,11 @@ Four kinds of change come out, in the column OP:
     replace   the row was deleted and made again: the columns that no later record set are empty
     delete    the row goes
 
-The column SET has ``1`` for a column that the change sets, ``2`` for one that it sets if the row is there already, and ``0``
-for another one, in the order of the columns. It is null if the change sets all columns, but never of an update. The column
-OFFSET has the offset of the key's last record. The column CREATION has the offset of the first record after the last delete
-that makes the row if it is not there; null if no record does.
+The column SET has a digit for each column, in their order. ``1``: the change sets the column. ``2``: the change sets the column
+if the row is there already. ``0``: the column stays. SET is null if the change sets all columns, but never of an update.
+
+The column OFFSET has the offset of the key's last record. The column CREATION has the offset of the first record after the last
+delete that makes the row if it is not there; null if no record does.
 
 ``PartialRecords`` says which records leave out a field that an expression names.
 """
@@ -190,13 +191,6 @@ class PartialRecords:
 
 def unavailable(root: str, item: pa.Field, placeholder: str | None) -> str | None:
     """Whether a field of a row is Debezium's placeholder, as SQL; None for a field that can't be."""
-    return (
-        None
-        if placeholder is None
-        else is_placeholder(f"{root}.{name_sql(item.name)}", spark_type(item.type), placeholder)
-    )
-
-
-def unless(unset: str, sql: str) -> str:
-    """An expression that is null where a record leaves out one of its fields. It could fail on Debezium's placeholder."""
-    return f"CASE WHEN coalesce({unset}, false) THEN NULL ELSE {sql} END"
+    if placeholder is None:
+        return None
+    return is_placeholder(f"{root}.{name_sql(item.name)}", spark_type(item.type), placeholder)

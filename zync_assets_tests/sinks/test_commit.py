@@ -545,6 +545,25 @@ def test_values_that_debezium_did_not_send_leave_columns_of_every_type(
     assert rows(it) == expected
 
 
+KEY_BY_SQL = """
+  - {name: shop, type: sqlite, url: shop.db, from: [Raw.$left], table: rows, columns: {include: [v]},
+     before: {set: {id: CAST(value.after.code AS BIGINT)}}}
+"""
+
+
+def test_a_key_by_sql_that_was_not_sent_or_fails_puts_its_record_aside(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, UNSENT[: UNSENT.index("\n  - {name: shop")] + KEY_BY_SQL)
+    for code in ("12", "__debezium_unavailable_value", "no number", "13"):
+        after = {"id": 1, "v": "a", "code": code}
+        it.send(it.left, (b'{"id": 1}', {"before": None, "after": after, "op": "u"}))
+    it.ingest()
+    write(it)
+    assert rows(it, "SELECT id, v FROM rows ORDER BY id") == [(12, "a"), (13, "a")]
+    assert [item.bad.offset for item in refused_records(it.pipeline, Selection())] == [1, 2]
+
+
 POINTS = ("sink:prepared", "sink:loaded", "sink:merging", "sink:merged")
 """The crash points of a sink."""
 
