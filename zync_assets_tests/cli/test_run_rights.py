@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,19 @@ USERS = {
 }
 
 
+def acl_filter(binding: AclBinding) -> AclBindingFilter:
+    """Return the filter that matches ``binding`` alone."""
+    return AclBindingFilter(
+        binding.restype,
+        binding.name,
+        binding.resource_pattern_type,
+        binding.principal,
+        binding.host,
+        binding.operation,
+        binding.permission_type,
+    )
+
+
 @dataclass
 class Shielded:
     """A pipeline on a broker where a topic's ACLs are all that a user may do with it. ``given``: what to take back."""
@@ -120,6 +134,11 @@ class Shielded:
             for future in self.admin.create_acls(made).values():
                 future.result(10)
             self.given += made
+        # The controller answers before the broker has read the new ACLs from the controller's log.
+        give_up = time.monotonic() + 30
+        for binding in made:
+            while not self.admin.describe_acls(acl_filter(binding)).result(10):
+                assert time.monotonic() < give_up, binding
 
     def file(self, user: str, rest: str = BOTH + RULES) -> Path:
         way = {
@@ -175,20 +194,7 @@ def make(secured: Secured, spark: SparkSession, tmp_path: Path) -> Iterator[Call
 
     yield shielded
     for found in made:
-        found.admin.delete_acls(
-            [
-                AclBindingFilter(
-                    each.restype,
-                    each.name,
-                    each.resource_pattern_type,
-                    each.principal,
-                    each.host,
-                    each.operation,
-                    each.permission_type,
-                )
-                for each in found.given
-            ]
-        )
+        found.admin.delete_acls([acl_filter(binding) for binding in found.given])
 
 
 CHAIN = ("produce", "from-kafka", "etl", "to-kafka", "status", "check")
