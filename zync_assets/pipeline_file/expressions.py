@@ -245,9 +245,14 @@ def field_path(sql: str) -> tuple[str, ...] | None:
 
 
 def columns(tree: exp.Expr) -> Iterator[tuple[str, ...]]:
-    """The columns that a tree names, as their parts, up to four; variables of lambda functions are left out."""
+    """The columns that a tree names, as their parts, up to four; variables of lambda functions are left out.
+
+    ``value['n']`` names ``value.n``.
+    """
     for column in tree.find_all(exp.Column):
         parts = tuple(part.name for part in column.parts)
+        if len(parts) == 1 and isinstance(column.parent, exp.Bracket) and column.arg_key == "this":
+            parts += tuple(item.name for item in column.parent.expressions if item.is_string)
         lambda_names = {
             variable.name.lower()
             for parent in _parents(column)

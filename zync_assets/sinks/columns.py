@@ -69,6 +69,7 @@ class SourceColumn:
 class Layout:
     """How the records of a source become rows of a table.
 
+    ``delete_sql``: whether a record deletes its row; null for a record that is no change of a row.
     ``schemas``: fingerprint → the fields that a staged record of the schema has, None for all. ``function``: as ``Sink.before``.
     ``update_sql``: whether a record makes no new row.
     """
@@ -95,7 +96,7 @@ class Layout:
             f"coalesce({item.unset}, false) AS u{at}" for at, item in enumerate(self.columns) if item.unset is not None
         ]
         groups = ["schema", "left_out"] if staged else ["NULL", "NULL"]
-        marks = ["kafka.partition", "kafka.offset", f"coalesce({safe.format(self.delete_sql)}, false)", *groups]
+        marks = ["kafka.partition", "kafka.offset", safe.format(self.delete_sql), *groups]
         names = [PARTITION, OFFSET, IS_DELETE, GROUP, LEFT_OUT]
         if self.update_sql is not None:
             marks, names = [*marks, f"coalesce({safe.format(self.update_sql)}, false)"], [*names, IS_UPDATE]
@@ -109,11 +110,12 @@ class Layout:
         return [f"c{number}" for number, item in enumerate(self.columns) if item.column.name in self.spec.key]
 
     def records(self, batch: pa.RecordBatch) -> Records:
-        """The records of a source's frame. Raises TargetRefused for a null in a key column."""
+        """The records of a source's frame. TargetRefused for a record that is no change, and for a null in a key column."""
+        deletes = _deletes(batch)
         arrays = [_converted(batch.column(number), item) for number, item in enumerate(self.columns)]
         rows = self._rows(arrays)
         is_set = self._is_set(batch, rows)
-        is_delete = batch.column(IS_DELETE).to_numpy(zero_copy_only=False)
+        is_delete = deletes.to_numpy(zero_copy_only=False)
         is_update = batch.column(IS_UPDATE).to_numpy(zero_copy_only=False) if self.update_sql is not None else None
         return Records(rows, is_delete, is_set, batch.column(OFFSET).to_numpy(), is_update)
 
@@ -134,8 +136,9 @@ class Layout:
 
     def appended(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows of a source's frame as a load table takes them, one for each record."""
+        deletes = _deletes(batch)
         rows = self._rows([_converted(batch.column(number), item) for number, item in enumerate(self.columns)])
-        op = pc.if_else(batch.column(IS_DELETE), DELETE, UPSERT)
+        op = pc.if_else(deletes, DELETE, UPSERT)
         marks = [op, pa.nulls(len(rows), pa.string()), batch.column(OFFSET)]
         return pa.RecordBatch.from_arrays([*rows.columns, *marks], names=[*rows.schema.names, OP, SET, OFFSET])
 
@@ -199,6 +202,14 @@ class Layout:
                     is_set[here, at] = False
 
 
+def _deletes(batch: pa.RecordBatch) -> pa.BooleanArray:
+    """Whether a record of a source's frame deletes its row. TargetRefused for a record that is no change of a row."""
+    deletes = batch.column(IS_DELETE)
+    if deletes.null_count:
+        raise TargetRefused("an envelope without `after` changes a row only if its op is d")
+    return deletes
+
+
 def changed(function: str, rows: pa.RecordBatch) -> pa.RecordBatch:
     """The rows after the user's function. SinkError if the function can't be imported, fails, or returns something else;
     TargetRefused if it fails on the value of a record."""
@@ -245,13 +256,9 @@ def make_layout(
     envelope = sink.mode == "upsert" and not table.staged and _is_envelope(kind)
     if envelope:
         root, kind = "value.after", kind.field("after").type
-        deletes = f"{NO_VALUE} OR value.op = 'd'"
-    partial = PartialRecords(
-        root,
-        kind,
-        {name: value_fields(text) for name, text in schemas.items()},
-        placeholder if envelope else None,
-    )
+        deletes = f"CASE WHEN {NO_VALUE} OR value.op = 'd' THEN true WHEN value.after IS NOT NULL THEN false END"
+    unsent = placeholder if sink.mode == "upsert" and not table.staged else None
+    partial = PartialRecords(root, kind, {name: value_fields(text) for name, text in schemas.items()}, unsent)
     values = {item.column.name: item for item in _side(root, kind, "value", partial.placeholder)}
     keys = _key(sink, table, sides, values)
     if sink.mode == "insert":
@@ -311,13 +318,8 @@ def make_layout(
     spec = TableSpec(table.name, tuple(item.column for item in made), key, sink.mode, comment)
     if sink.before is not None:
         spec = replace(spec, columns=_after(sink.before, spec))
-    whole = Layout(
-        spec,
-        tuple(made),
-        deletes if sink.mode == "upsert" else "false",
-        schemas=partial.schemas,
-        function=sink.before,
-    )
+    deletes = deletes if sink.mode == "upsert" else "false"
+    whole = Layout(spec, tuple(made), deletes, schemas=partial.schemas, function=sink.before)
     return _with_condition(whole, sink, [_value(item) for item in made if item.column.name in key], partial)
 
 
@@ -326,23 +328,25 @@ def _with_condition(whole: Layout, sink: Sink, keys: Sequence[str], partial: Par
     # Spark's workers load no parser.
     from zync_assets.pipeline_file.conditions import is_of_key
 
-    deleted = f"coalesce({whole.delete_sql}, false)"
     where = () if sink.where is None else (sink.where,)
     if sink.mode == "insert":
         return replace(whole, where=where)
+    # No condition drops a record that is no change of a row: such a record is refused.
+    stays = f"coalesce(NOT ({whole.delete_sql}), true)"
     if sink.where is None or is_of_key(sink.where):
-        return replace(whole, where=where if sink.delete else (*where, f"NOT {deleted}"))
+        return replace(whole, where=where if sink.delete else (*where, stays))
     unsure = " OR ".join(partial.lacks(sink.where)) or None
     meets = f"coalesce({sink.where}, false)"
-    if unsure is not None:
+    no_change = None if whole.delete_sql == NO_VALUE else f"({whole.delete_sql}) IS NULL"
+    if first := " OR ".join(sql for sql in (no_change, unsure) if sql is not None):
         # First, since the condition could fail on Debezium's placeholder.
-        meets = f"CASE WHEN {unsure} THEN true ELSE {meets} END"
+        meets = f"CASE WHEN {first} THEN true ELSE {meets} END"
     if not sink.delete:
-        return replace(whole, where=(meets, f"NOT {deleted}"), update_sql=unsure)
+        return replace(whole, where=(meets, stays), update_sql=unsure)
     # A record without a whole key has no row that could go.
     there = " AND ".join(f"{key} IS NOT NULL" for key in keys)
-    gone = f"{deleted} OR NOT ({meets})"
-    return replace(whole, delete_sql=gone, where=(f"{deleted} OR {meets} OR ({there})",), update_sql=unsure)
+    kept = f"coalesce({whole.delete_sql}, true) OR {meets} OR ({there})"
+    return replace(whole, delete_sql=f"({whole.delete_sql}) OR NOT ({meets})", where=(kept,), update_sql=unsure)
 
 
 def _after(function: str, spec: TableSpec) -> tuple[Column, ...]:

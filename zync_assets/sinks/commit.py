@@ -25,7 +25,7 @@ from zync_assets.errors import BadRecords, SinkError, TableUnfit, TargetRefused
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Sink
 from zync_assets.sinks.columns import FAILED, OFFSET, PARTITION, Layout
-from zync_assets.sinks.fold import fold_all
+from zync_assets.sinks.fold import comparable, fold_all
 from zync_assets.sinks.plan import SinkBatch, SinkPlan, plain_source, reset_command, source_frame
 from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, TableSpec, Target, gathered, open_target
 from zync_assets.spark.failures import cause_line, is_of_data
@@ -377,8 +377,8 @@ class Search:
         part = self.rows.slice(first, end - first)
         layout = self.task.layout
         if layout.spec.mode == "upsert":
-            order = [*layout.key_names, PARTITION, OFFSET]
-            part = part.take(pc.sort_indices(part, [(name, "ascending") for name in order]))
+            order = {name: comparable(part.column(name)) for name in [*layout.key_names, PARTITION, OFFSET]}
+            part = part.take(pc.sort_indices(pa.table(order), [(name, "ascending") for name in order]))
         self.loads += 1
         moved, merge = self._merge_to(self._after(end))
         self.count += self.target.apply(merge, f"{self.task.run}{self.loads}", loaded(layout, [part]))

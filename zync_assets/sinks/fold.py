@@ -142,10 +142,23 @@ def _begins(rows: pa.RecordBatch, keys: Sequence[str]) -> Mask:
     begins = np.zeros(rows.num_rows, np.bool_)
     begins[:1] = True
     for name in keys:
-        column = rows.column(name)
+        column = comparable(rows.column(name))
         differs = pc.not_equal(column.slice(1), column.slice(0, max(0, len(column) - 1)))
         begins[1:] |= differs.to_numpy(zero_copy_only=False)
     return begins
+
+
+def comparable(values: pa.Array) -> pa.Array:
+    """The values of a key as Arrow can sort and compare them. Equal keys become equal values; the order may be another.
+
+    Arrow sorts no nested values, and no NaN equals itself. Databases and Spark hold all NaN for one value, and -0.0 for 0.0.
+    """
+    if pa.types.is_nested(values.type):
+        return pa.array(map(repr, values.to_pylist()), pa.string())
+    if pa.types.is_floating(values.type):
+        wide = values.to_numpy(zero_copy_only=False).astype(np.float64) + 0.0
+        return pa.array(np.where(np.isnan(wide), np.nan, wide).view(np.int64))
+    return values
 
 
 @dataclass(frozen=True)

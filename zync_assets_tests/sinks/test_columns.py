@@ -131,10 +131,6 @@ def test_the_error_of_a_function_names_it(function: str, text: str) -> None:
     assert isinstance(error.value, TargetRefused) == (function == "failing")
 
 
-GONE = "coalesce(value IS NULL, false)"
-"""Whether a record is a delete."""
-
-
 @pytest.mark.parametrize(
     ("where", "mode", "delete", "conditions", "deletes"),
     [
@@ -142,11 +138,17 @@ GONE = "coalesce(value IS NULL, false)"
             "value.v = 'a' OR true",
             "upsert",
             True,
-            (f"{GONE} OR coalesce(value.v = 'a' OR true, false) OR (key.`id` IS NOT NULL)",),
-            f"{GONE} OR NOT (coalesce(value.v = 'a' OR true, false))",
+            ("coalesce(value IS NULL, true) OR coalesce(value.v = 'a' OR true, false) OR (key.`id` IS NOT NULL)",),
+            "(value IS NULL) OR NOT (coalesce(value.v = 'a' OR true, false))",
         ),
         ("KEY.id < 3", "upsert", True, ("KEY.id < 3",), "value IS NULL"),
-        ("value.v = 'a'", "upsert", False, ("coalesce(value.v = 'a', false)", f"NOT {GONE}"), "value IS NULL"),
+        (
+            "value.v = 'a'",
+            "upsert",
+            False,
+            ("coalesce(value.v = 'a', false)", "coalesce(NOT (value IS NULL), true)"),
+            "value IS NULL",
+        ),
         ("value.v = 'a'", "insert", True, ("value.v = 'a'",), "false"),
     ],
 )

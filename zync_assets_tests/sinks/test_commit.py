@@ -545,6 +545,52 @@ def test_values_that_debezium_did_not_send_leave_columns_of_every_type(
     assert rows(it) == expected
 
 
+FLATTENED = """
+inputs:
+  - {topic: $left, pool: Raw, format: json, key-schema: id bigint, value-schema: "id bigint, v string, w string"}
+sinks:
+  - {name: shop, type: sqlite, url: shop.db, from: [Raw.$left], table: rows,
+     before: {set: {twice: "concat(value['v'], value.v)"}}}
+"""
+
+
+def test_a_value_that_debezium_did_not_send_leaves_the_column_of_a_flattened_record(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, FLATTENED)
+    unsent = "__debezium_unavailable_value"
+    values = [{"id": 1, "v": "a", "w": "b"}, {"id": 1, "v": unsent, "w": "c"}, {"id": 1, "v": "d", "w": unsent}]
+    for value, expected in zip(values, [("a", "b", "aa"), ("a", "c", "aa"), ("d", "c", "dd")], strict=True):
+        it.send(it.left, (b'{"id": 1}', value))
+        it.ingest()
+        write(it)
+        assert rows(it) == [(1, *expected)]
+
+
+NO_CHANGE = (
+    ENVELOPE[: ENVELOPE.index("  - {name: all")]
+    + """
+  - {name: kept, type: sqlite, url: shop.db, from: [Raw.$left], table: kept, delete: false, before: {where: value.op <> 'r'}}
+"""
+)
+
+
+def test_an_envelope_that_is_no_change_of_a_row_is_put_aside(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, NO_CHANGE)
+    for op, after in (("c", {"id": 1, "v": "b"}), ("t", None), ("m", None)):
+        it.send(it.left, (b'{"id": 1}', {"before": None, "after": after, "op": op}))
+    it.ingest()
+    write(it)
+    for table in ("rows", "some", "kept"):
+        assert rows(it, f"SELECT id, v FROM {table}") == [(1, "b")]
+    refused = list(refused_records(it.pipeline, Selection()))
+    places = [(item.sink.name, item.bad.offset) for item in refused]
+    assert places == [(name, offset) for name in ("rows", "some", "kept") for offset in (1, 2)]
+    assert "an envelope without `after` changes a row only if its op is d" in refused[0].bad.error
+
+
 KEY_BY_SQL = """
   - {name: shop, type: sqlite, url: shop.db, from: [Raw.$left], table: rows, columns: {include: [v]},
      before: {set: {id: CAST(value.after.code AS BIGINT)}}}

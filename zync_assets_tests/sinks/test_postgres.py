@@ -19,9 +19,12 @@ import psycopg
 import pyarrow as pa
 import pytest
 
+from zync_assets.checks.state_checks import rows_match
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetRefused, TargetUnavailable
+from zync_assets.lake.quarantine_table import Selection
 from zync_assets.local.services import Services
 from zync_assets.sinks.postgres import PostgresTarget
+from zync_assets.sinks.replay import refused_records
 from zync_assets.sinks.steps import sink_all
 from zync_assets.sinks.target import Column, Merge, TableSpec
 from zync_assets_tests.connect import Postgres, postgres
@@ -81,6 +84,42 @@ def test_a_key_with_a_character_that_postgres_lacks_is_put_aside(
     assert server.run(database, "SELECT * FROM rows") == [("c", "y")]
     ((key, error),) = server.run(database, "SELECT key, error FROM zync_quarantine")
     assert (key, "0x00" in error) == ("id=a\\0b", True)
+
+
+NESTED_KEYS = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: json, key-schema: "tags array<string>, place struct<a: bigint, b: string>",
+     value-format: json, schema: "score string, v string"}
+sinks:
+  - {name: house, type: postgres, url: "URL", from: [Raw.$left], table: rows, key: [key.tags, key.place, score],
+     before: {set: {score: CAST(value.score AS DOUBLE)}}, delete: false}
+"""
+
+
+def test_a_key_has_arrays_structs_and_nan(
+    server: Postgres, database: str, services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, NESTED_KEYS.replace("URL", url(server, database)))
+    keys = [f'{{"tags": ["a", "{tag}"], "place": {{"a": 1, "b": "{tag}"}}}}' for tag in "xy"]
+
+    def send(*values: tuple[int, str, str]) -> None:
+        it.send(it.left, *((keys[key], {"score": score, "v": v}) for key, score, v in values))
+        it.ingest()
+        for _ in sink_all(it.pipeline, lambda: spark):
+            pass
+
+    send((0, "NaN", "first"), (1, "-0.0", "y"), (0, "NaN", "second"), (1, "0.0", "z"))
+    # A refused record is looked for among records with such keys.
+    send((1, "NaN", "third"), (0, "NaN", "fourth"), (1, "NaN", "\0"), (1, "0.0", "last"))
+    found = server.run(database, "SELECT tags, place->>'b', score::text, v FROM rows ORDER BY tags, score")
+    assert found == [
+        (["a", "x"], "x", "NaN", "fourth"),
+        (["a", "y"], "y", "0", "last"),
+        (["a", "y"], "y", "NaN", "third"),
+    ]
+    assert len(list(refused_records(it.pipeline, Selection()))) == 1
+    (sink,) = it.pipeline.sinks
+    assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
 
 
 def test_a_partial_update_of_a_row_needs_no_column_that_may_be_null(server: Postgres, database: str) -> None:
