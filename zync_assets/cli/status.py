@@ -130,7 +130,8 @@ def status(pipeline: Path, fmt: Format) -> None:
     Inputs and outputs: the way of keys and values, column by column (native), or record by record (fastavro, python). The way
     of whole records, from Kafka and to it, is the same for all topics: the last line, client in JSON.
 
-    Sinks: the next offset in the target, the end of the source in the lake, the lag, and the number of refused records.
+    Sinks: the next offset in the target, the end of the source in the lake, the lag, and the number of refused records. The
+    table of a target that does not answer has a row without numbers.
 
     The command only reads, and starts no JVM. Without a broker, the broker's columns are empty.
     """
@@ -268,7 +269,8 @@ def order_rows(pipeline: Pipeline, pool: str, state: StagingState | None) -> Ite
 
 
 def sink_rows(pipeline: Pipeline) -> Iterator[Row]:
-    """A row a target table and partition. A target that does not answer is a note on stderr."""
+    """A row a target table and partition. The table of a target that does not answer has a row without numbers, and a note on
+    stderr."""
     snapshot = Snapshot(pipeline)
     for sink in pipeline.sinks:
         for table in sink.tables:
@@ -276,6 +278,7 @@ def sink_rows(pipeline: Pipeline) -> Iterator[Row]:
                 plan = plan_sink(pipeline, sink, table, snapshot=snapshot, check=False)
             except SinkError as error:
                 click.echo(f"note: sink {sink.name}: {error}", err=True)
+                yield {"sink": sink.name, "table": table.name, "source": table.source}
                 continue
             for partition, end in sorted(plan.ends.items()):
                 upcoming = plan.progress.next.get(partition)

@@ -71,6 +71,19 @@ def test_without_a_broker_the_lake_is_shown(chain: Chain) -> None:
     assert [row["next"] for row in rows] == [6, 8, 6, 7]
 
 
+def test_the_table_of_a_target_that_does_not_answer_has_a_row(chain: Chain) -> None:
+    path = chain.pipeline.path
+    with path.open("a") as file:
+        file.write(
+            "sinks:\n  - {name: away, type: postgres, url: 'postgresql://u:secret@127.0.0.1:1/db',"
+            f" from: [Raw.{chain.status}], table: rows, key: [kafka.offset]}}\n"
+        )
+    rows, notes = rows_of(path)
+    [sink] = [row for row in rows if row["kind"] == "sink"]
+    assert (sink["sink"], sink["table"], sink["source"], sink["next"]) == ("away", "rows", f"Raw.{chain.status}", None)
+    assert "note: sink away: " in notes and "secret" not in notes
+
+
 def test_before_anything_was_ingested_the_lag_is_the_topic(chain: Chain) -> None:
     chain.lake.rename(chain.lake.with_name("elsewhere"))
     rows, _ = rows_of(chain.pipeline.path)
