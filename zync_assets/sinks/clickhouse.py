@@ -82,6 +82,7 @@ from zync_assets.sinks.target import (
     counted,
     gathered,
     named,
+    tls_fault,
 )
 
 INSERT_BYTES = 64 << 20
@@ -165,13 +166,14 @@ class ClickhouseTarget(SqlTarget):
             with super().errors():
                 yield
         except Error as error:
-            raise error_class(error)(error_text(error)) from None
+            raise self.error(error) from None
 
     def sort(self, error: exc.DBAPIError) -> type[SinkError]:
         return error_class(error.orig)
 
-    def error(self, error: exc.DBAPIError) -> SinkError:
-        return self.sort(error)(error_text(error.orig))
+    def error(self, error: exc.DBAPIError | Error) -> SinkError:
+        own = error.orig if isinstance(error, exc.DBAPIError) else error
+        return tls_fault(error_class(own)(error_text(own)), "ca_cert", "secure=false")
 
     # ---- positions
 

@@ -44,6 +44,7 @@ from zync_assets.sinks.target import (
     Merge,
     TableSpec,
     gathered,
+    tls_fault,
 )
 
 SCHEME = "databend://"
@@ -220,7 +221,7 @@ class DatabendTarget(SqlTarget):
     def error(self, error: exc.DBAPIError) -> SinkError:
         made = super().error(error)
         # The dialect's class of errors says that it has no code.
-        return type(made)(str(made).replace("Code: None. ", ""))
+        return tls_fault(type(made)(str(made).replace("Code: None. ", "")), "tls_ca_file", "sslmode=disable")
 
     # ---- load tables
 

@@ -8,8 +8,8 @@ A run holds a lock of the server (GET_LOCK) for its whole time. A load table who
 Each session has a strict sql_mode, so that the server refuses a value that it would cut otherwise, and the time zone UTC. New
 tables are InnoDB's, and compare texts byte by byte: two keys that differ in their case alone are two rows.
 
-TLS: a server on another host must show a certificate for its host's name that the system trusts. An option in the URL whose
-name begins with ``ssl`` decides otherwise.
+TLS: a server on another host must show a certificate for its host's name that the system trusts. Options of the URL change this
+(``tls_options``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 import re
 import secrets
 import ssl
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date, datetime, timedelta
 from typing import Any
@@ -37,7 +37,7 @@ from zync_assets.sinks.fold import DELETE, OP, REPLACE
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import BOOK, DIGITS, SqlType, with_single_percents
 from zync_assets.sinks.sql_types import holds as standard_holds
-from zync_assets.sinks.target import LOCAL_HOSTS, Column, Merge, Place, TableSpec, load_names
+from zync_assets.sinks.target import LOCAL_HOSTS, Column, Merge, Place, TableSpec, load_names, tls_fault
 
 CONNECT_SECONDS = 10
 KEY_LENGTH = 255
@@ -80,6 +80,9 @@ _LOGIN = {1049, _WRONG_PASSWORD}
 _RIGHTS = "SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER"
 """A missing right, an unknown database or a wrong password, and the rights that a sink needs."""
 
+_TLS_FILES = ("ssl_ca", "ssl_cert", "ssl_key")
+_TLS_SWITCHES = ("ssl_disabled", "ssl_verify_cert", "ssl_verify_identity")
+
 _BITS: tuple[tuple[type[SqlType], int], ...] = (
     (mysql.TINYINT, 8),
     (mysql.SMALLINT, 16),
@@ -103,10 +106,11 @@ class MysqlTarget(SqlTarget):
     def make_engine(self) -> Engine:
         url = sa.make_url(self.url).set(drivername="mysql+pymysql")
         options: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "charset": "utf8mb4"}
-        if (url.host or "") not in LOCAL_HOSTS and not any(name.startswith("ssl") for name in url.query):
-            options["ssl"] = ssl.create_default_context()
         own = {name: value for name, value in options.items() if name not in url.query}
-        engine = sa.create_engine(url, poolclass=sa.pool.NullPool, connect_args=own)
+        tls = {name: str(value) for name, value in url.query.items() if name.startswith("ssl")}
+        if tls or (url.host or "") not in LOCAL_HOSTS:
+            own |= tls_options(tls)
+        engine = sa.create_engine(url.difference_update_query(tls), poolclass=sa.pool.NullPool, connect_args=own)
         event.listen(engine, "connect", _begin_session)
         return engine
 
@@ -121,7 +125,7 @@ class MysqlTarget(SqlTarget):
         return f"{arguments[1]} (error {arguments[0]})" if len(arguments) == 2 else super().error_text(error)
 
     def error(self, error: exc.DBAPIError) -> SinkError:
-        made, code, cure = super().error(error), _code(error), None
+        made, code, cure = tls_fault(super().error(error), "ssl_ca", "ssl_disabled=true"), _code(error), None
         if code in _DENIED:
             found = re.search("'[^']*'@'[^']*'", str(made))
             user = found[0] if found else "the user"
@@ -298,6 +302,38 @@ def _begin_session(connection: Any, record: object) -> None:
 
 def _lock(number: str) -> str:
     return f"zync_{number}"
+
+
+def tls_options(query: Mapping[str, str]) -> dict[str, Any]:
+    """The options of PyMySQL for the options of a URL whose names begin with ``ssl``.
+
+    PyMySQL itself takes the text "false" for true, and verifies no certificate beside a client's own.
+    SinkError for an unknown option, and for a file that can't be read.
+
+    >>> tls_options({"ssl_disabled": "true"})
+    {'ssl_disabled': True}
+    """
+    known = (*_TLS_FILES, *_TLS_SWITCHES)
+    if unknown := sorted(query.keys() - known):
+        raise SinkError(f"the sink's url has the option {unknown[0]}. Known are {', '.join(known)}.")
+    switches = {name: value.lower() for name, value in query.items() if name in _TLS_SWITCHES}
+    if odd := [name for name, value in switches.items() if value not in ("true", "false")]:
+        raise SinkError(f"the sink's url has {odd[0]}={query[odd[0]]}. Write true or false.")
+    if switches.get("ssl_disabled") == "true":
+        return {"ssl_disabled": True}
+    try:
+        context = ssl.create_default_context(cafile=query.get("ssl_ca"))
+        if "ssl_cert" in query:
+            context.load_cert_chain(query["ssl_cert"], query.get("ssl_key"))
+    except OSError as error:
+        files = ", ".join(f"{name}={query[name]}" for name in _TLS_FILES if name in query)
+        raise SinkError(f"a file of the sink's url can't be used, of {files}: {error}. Name PEM files.") from None
+    # A certificate that the server made for itself lacks what the strict mode asks for.
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    context.check_hostname = "false" not in (switches.get("ssl_verify_cert"), switches.get("ssl_verify_identity"))
+    if switches.get("ssl_verify_cert") == "false":
+        context.verify_mode = ssl.CERT_NONE
+    return {"ssl": context}
 
 
 def _code(error: exc.DBAPIError) -> int:

@@ -44,6 +44,14 @@ OUTAGE_CURE = "Check the url, and that the target is up."
 LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1")
 """The hosts of a URL that need no TLS."""
 
+_TLS_FAULTS: Mapping[str, str] = {
+    "(?i)certificate.*(mismatch|not valid for)": "Write the host's name as the server's certificate has it in the url.",
+    "(?i)certificate verify failed|invalid peer certificate": "Name the file of its CA in the url, ?{ca}=FILE.",
+    "(?i)wrong.version.number|InvalidContentType|SSL is required but": "Turn TLS on at the server. In a network that you trust,"
+    " write ?{off} in the url.",
+}
+"""Words of the libraries on a TLS connection that no waiting cures → the cure."""
+
 _DAY = 86_400_000_000
 """Microseconds of a day."""
 _DAYS = tuple(day.toordinal() - date(1970, 1, 1).toordinal() for day in (date.min, date.max))
@@ -309,6 +317,20 @@ class Target(ABC):
     @abstractmethod
     def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
         """The rows of the table, with values as ``load`` gets them."""
+
+
+def tls_fault(error: SinkError, ca: str, off: str) -> SinkError:
+    """The error, or an error with the cure if TLS failed. ``ca``: the option of the URL for a CA's file; ``off``: the option
+    that turns TLS off.
+
+    >>> str(tls_fault(SinkError("certificate verify failed"), "ca_cert", "secure=false"))
+    'certificate verify failed. Name the file of its CA in the url, ?ca_cert=FILE.'
+    """
+    text = str(error)
+    cure = next((cure for words, cure in _TLS_FAULTS.items() if re.search(words, text)), None)
+    if cure is None or isinstance(error, TargetRefused):
+        return error
+    return SinkError(f"{text.rstrip('.')}. {cure.format(ca=ca, off=off)}")
 
 
 def gathered(rows: Iterator[pa.RecordBatch], size: int) -> Iterator[pa.RecordBatch]:

@@ -12,8 +12,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-LOOPBACK = ipaddress.ip_address("127.0.0.1")
-
 
 @dataclass(frozen=True)
 class Issued:
@@ -41,8 +39,11 @@ class Authority:
         self.path.write_bytes(own.public_bytes(serialization.Encoding.PEM))
 
     def server(self, name: str, *hosts: str) -> Issued:
-        """A certificate for these DNS names, and for 127.0.0.1 if it is among them."""
-        names = [x509.IPAddress(LOOPBACK) if host == str(LOOPBACK) else x509.DNSName(host) for host in hosts]
+        """A certificate for these DNS names, and for the addresses 127.x.x.x among them."""
+        names = [
+            x509.IPAddress(ipaddress.ip_address(host)) if host.startswith("127.") else x509.DNSName(host)
+            for host in hosts
+        ]
         return self._issue(name, ExtendedKeyUsageOID.SERVER_AUTH, names)
 
     def client(self, name: str) -> Issued:

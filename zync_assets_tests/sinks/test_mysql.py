@@ -24,6 +24,7 @@ import pytest
 from zync_assets.errors import SinkError, TableUnfit, TargetUnavailable
 from zync_assets.sinks.mysql import MysqlTarget
 from zync_assets.sinks.target import Column, Merge, TableSpec
+from zync_assets_tests.network.certificates import Authority
 from zync_assets_tests.sinks.batches import apply, one, spec
 from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, assert_conforms, assert_refuses
 
@@ -36,6 +37,7 @@ pytestmark = [
 @dataclass(frozen=True)
 class Server:
     port: int
+    authority: Authority
 
     def run(self, database: str, *statements: str) -> list[tuple[Any, ...]]:
         """The rows of the last statement."""
@@ -61,6 +63,10 @@ class Server:
         return f"mysql://{user}@127.0.0.1:{self.port}/{database}"
 
 
+ANOTHER_HOST = "127.0.0.2"
+"""An address of the server that is none of this machine for the sink."""
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with socket.socket() as free:
@@ -76,10 +82,14 @@ def server() -> Iterator[Server]:
             "--skip-log-bin",
         ]
         subprocess.run(made, check=True, capture_output=True)
-        command = ["mariadbd", *place, f"--port={port}", "--bind-address=127.0.0.1", f"--socket={home}/socket"]
+        authority = Authority(Path(home), "ca")
+        issued = authority.server("server", ANOTHER_HOST)
+        tls = [f"--ssl-cert={issued.certificate}", f"--ssl-key={issued.key}"]
+        addresses = f"--bind-address=127.0.0.1,{ANOTHER_HOST}"
+        command = ["mariadbd", *place, *tls, f"--port={port}", addresses, f"--socket={home}/socket"]
         log = Path(home, "log")
         with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
-            found = Server(port)
+            found = Server(port, authority)
             deadline = time.monotonic() + 60
             while True:
                 try:
@@ -236,6 +246,37 @@ def test_an_outage_is_no_refusal_and_no_error_has_the_password(server: Server, d
             apply(target, table, [one(1, {"name": "c"})])
     apply(target, table, [one(1, {"name": "c"})])
     assert server.run(database, "SELECT name FROM `rows`") == [("c",)]
+
+
+def test_a_server_on_another_host_must_have_a_certificate_that_the_system_trusts(
+    server: Server, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.run("mysql", f"CREATE USER u{database} IDENTIFIED BY 'secret'", f"GRANT ALL ON {database}.* TO u{database}")
+
+    def cipher(options: str) -> str:
+        target = MysqlTarget(f"mysql://u{database}:secret@{ANOTHER_HOST}:{server.port}/{database}?{options}")
+        with target.connection() as connection:
+            return connection.exec_driver_sql("SHOW STATUS LIKE 'Ssl_cipher'").one()[1]
+
+    ca, another = f"ssl_ca={server.authority.path}", server.authority.client("client")
+    own = f"ssl_cert={another.certificate}&ssl_key={another.key}"
+    for options, cure in (
+        ("", "Name the file of its CA in the url, ?ssl_ca=FILE"),
+        ("ssl_disabled=false", "Name the file of its CA in the url, ?ssl_ca=FILE"),
+        (own, "Name the file of its CA in the url, ?ssl_ca=FILE"),
+        ("ssl_ca=/absent.pem", "a file of the sink's url can't be used, of ssl_ca=/absent.pem: "),
+        ("ssl_verify_cert=1", "Write true or false."),
+        ("ssl_mode=REQUIRED", "the sink's url has the option ssl_mode. Known are ssl_ca, "),
+    ):
+        with pytest.raises(SinkError) as error:
+            cipher(options)
+        assert cure in str(error.value) and "secret" not in str(error.value)
+        assert not isinstance(error.value, TargetUnavailable)
+    for options in (ca, f"{ca}&ssl_verify_identity=true", "ssl_verify_cert=false"):
+        assert cipher(options).startswith("TLS_")
+    assert cipher("ssl_disabled=true") == ""
+    monkeypatch.setenv("SSL_CERT_FILE", str(server.authority.path))
+    assert cipher("read_timeout=99").startswith("TLS_")
 
 
 def test_the_least_rights_are_enough(server: Server, database: str) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ssl
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
+from zync_assets.errors import SinkError, TargetUnavailable
 from zync_assets.sinks.files import FilesTarget
 from zync_assets.sinks.sqlite import SqliteTarget
-from zync_assets.sinks.target import LOAD_PREFIX, Target, is_alive, process_mark
-from zync_assets_tests.sinks.conformance import PLACE
+from zync_assets.sinks.target import LOAD_PREFIX, Target, is_alive, open_target, process_mark
+from zync_assets_tests.network.certificates import Authority, Issued
+from zync_assets_tests.sinks.conformance import PLACE, sink
 
 DRIVERS = {
     "clickhouse": "clickhouse_connect",
@@ -32,6 +38,43 @@ def test_the_error_has_the_command_that_installs_a_missing_driver(kind: str) -> 
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"Install it: pip install 'zync-assets[{kind}]'" in ended.stderr
+
+
+@contextmanager
+def tls_server(issued: Issued | None) -> Generator[int]:
+    """The port of a server on another address of the loopback that ends each connection after the handshake. None: no TLS."""
+    server = HTTPServer(("127.0.0.2", 0), BaseHTTPRequestHandler)
+    if issued is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(issued.certificate, issued.key)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ca", "off"), [("clickhouse", "ca_cert", "secure=false"), ("databend", "tls_ca_file", "sslmode=disable")]
+)
+def test_a_certificate_that_nobody_trusts_is_no_outage_and_the_error_has_the_option(
+    tmp_path: Path, kind: str, ca: str, off: str
+) -> None:
+    authority = Authority(tmp_path, "ca")
+    for hosts, option, cure in (
+        (["127.0.0.2"], "", f"Name the file of its CA in the url, ?{ca}=FILE"),
+        (["other.example"], f"?{ca}={authority.path}", "Write the host's name as the server's certificate has it"),
+        ([], "", f"Turn TLS on at the server. In a network that you trust, write ?{off} in the url"),
+    ):
+        issued = authority.server("server", *hosts) if hosts else None
+        with tls_server(issued) as port, pytest.raises(SinkError) as error:
+            open_target(sink(kind, f"{kind}://me:secret@127.0.0.2:{port}/shop{option}")).progress(PLACE)
+        assert cure in str(error.value) and "secret" not in str(error.value)
+        assert not isinstance(error.value, TargetUnavailable)
 
 
 def dead_mark() -> str:
