@@ -62,7 +62,7 @@ def left_out(column: str, kind: DataType, side: str, placeholder: str | None) ->
     # Short, since every batch plans it: IF takes null for false, and one IN looks at all strings.
     texts = [inner for _, inner, _, is_text in found if is_text]
     some = " OR ".join(
-        [f"{form} IN ({', '.join(texts)})" for form in placeholder_texts(placeholder) if texts]
+        [f"{form} IN ({', '.join(texts)})" for form in map(text_sql, placeholder_texts(placeholder)) if texts]
         + [condition for _, _, condition, is_text in found if not is_text]
     )
     paths = ", ".join(f"IF({condition}, {text_sql(path_sql(path))}, NULL)" for path, _, condition, _ in found)

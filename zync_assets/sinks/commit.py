@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -26,7 +26,15 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Sink
 from zync_assets.sinks.columns import FAILED, OFFSET, PARTITION, Layout
 from zync_assets.sinks.fold import comparable, fold_all
-from zync_assets.sinks.plan import SinkBatch, SinkPlan, plain_source, reset_command, source_frame
+from zync_assets.sinks.plan import (
+    PlainSource,
+    SinkBatch,
+    SinkPlan,
+    UnsentValue,
+    plain_source,
+    reset_command,
+    source_frame,
+)
 from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, TableSpec, Target, gathered, open_target
 from zync_assets.spark.failures import cause_line, is_of_data
 from zync_assets.spark.tasks import (
@@ -89,13 +97,16 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
     with target.session():
         _prepare(target, plan, layout.spec)
         crash_point("sink:prepared")
-        appends = target.appends(layout.spec, whole=layout.is_whole)
+        source = plain_source(plan, layout)
+        appends = target.appends(layout.spec, whole=layout.is_whole or source is not None)
     bad: Sequence[BadRecord] = ()
+    count: int | None = None
     try:
         if appends:
             # 2. One task appends the records and moves the positions, in one transaction.
-            count = _append(batch, layout)
-        else:
+            with suppress(UnsentValue):
+                count = _append(batch, layout, source)
+        if count is None:
             with target.run(plan.place) as run:
                 # 2. Tasks load the folded records. No key is in two load tables.
                 loads = _load(batch, layout, run, target.tasks)
@@ -177,11 +188,11 @@ def reset_table(plan: SinkPlan, layout: Layout, sharers: tuple[Place, ...] = ())
     target.merge(Merge(plan.place, layout.spec, plan.origin, {}, {}, clear=True, sharers=sharers))
 
 
-def _append(batch: SinkBatch, layout: Layout) -> int:
+def _append(batch: SinkBatch, layout: Layout, source: PlainSource | None) -> int:
     """Append the records of a batch in one Spark task, which ends in the commit."""
     merge = _merge_of(batch.plan, layout)
     work = partial(_append_task, batch.plan.sink, layout, merge)
-    if (source := plain_source(batch.plan, layout)) is not None:
+    if source is not None:
         return sum(run_tasks(batch.spark, 1, lambda _: work(source.batches(layout))))
     with _plan_settings(batch):
         counts = in_tasks(batch.dataframe(layout).coalesce(1), work)

@@ -40,7 +40,7 @@ from zync_assets.sinks.target import Column, Place, Progress, TableSpec, Target,
 from zync_assets.spark import frames
 from zync_assets.spark.failures import fails, spark_failures
 from zync_assets.spark.session import Session, lazy_session
-from zync_assets.spark.sql import name_sql, text_sql
+from zync_assets.spark.sql import name_sql, placeholder_texts, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -139,10 +139,15 @@ class SinkBatch:
         return source_frame(self.spark, self.plan, whole, self.plan.ranges)
 
 
+class UnsentValue(SinkError):
+    """A record of a plain source leaves a column as it is, because it has Debezium's placeholder."""
+
+
 @dataclass(frozen=True)
 class PlainSource:
     """The records of a batch as a Spark task reads them from files. ``sides``: ``key`` and ``value`` → their columns, of those
-    that the files have. ``has_deletes``: whether a record without a value deletes; ``keeps_deletes``: whether it is a record."""
+    that the files have. ``has_deletes``: whether a record without a value deletes; ``keeps_deletes``: whether it is a record.
+    ``placeholder``: the texts that say that a value was not sent."""
 
     uri: str
     files: tuple[DataFile, ...]
@@ -150,9 +155,10 @@ class PlainSource:
     sides: Mapping[str, str]
     has_deletes: bool
     keeps_deletes: bool
+    placeholder: tuple[str, ...] = ()
 
     def batches(self, whole: Layout) -> Iterator[pa.RecordBatch]:
-        """The records with the columns of a source's frame that ``Layout.appended`` needs."""
+        """The records with the columns of a source's frame that ``Layout.appended`` needs. Raises UnsentValue."""
         paths = [self._place(item) for item in whole.columns]
         places = [("kafka", "partition"), ("kafka", "offset")]
         value = self.sides.get("value", "")
@@ -163,6 +169,9 @@ class PlainSource:
         kinds = [*own, pa.int32(), pa.int64()]
         for batch in rows_within(self.uri, self.files, self.ranges, [*places, *paths, *sides]):
             arrays = [field_of(batch, path, kind) for path, kind in zip([*paths, *places], kinds, strict=True)]
+            for item, values in zip(whole.columns, arrays, strict=False):
+                if item.unset is not None and pc.any(pc.is_in(values, pa.array(self.placeholder))).as_py():
+                    raise UnsentValue(f"column {item.column.name} has a value that was not sent")
             is_delete = pa.array(np.full(batch.num_rows, self.has_deletes))
             if self.has_deletes and value in batch.schema.names:
                 is_delete = batch.column(value).is_null()
@@ -191,12 +200,20 @@ def field_of(batch: pa.RecordBatch, path: Sequence[str], kind: pa.DataType) -> p
 
 
 def plain_source(plan: SinkPlan, whole: Layout) -> PlainSource | None:
-    """The source of a batch that a task reads without Spark SQL; None if SQL makes a column, or chooses records."""
+    """The source of a batch that a task reads without Spark SQL; None if SQL makes a column, or chooses records.
+
+    Of a value that was not sent, a task knows the form as a text only.
+    """
     sink, state, staged = plan.sink, plan.state, plan.table.staged
     is_plain = (
         sink.where is None
         and not sink.added
-        and all(item.path is not None and not item.column.as_json for item in whole.columns)
+        and all(
+            item.path is not None
+            and not item.column.as_json
+            and (item.unset is None or pa.types.is_string(item.column.type))
+            for item in whole.columns
+        )
     )
     has_deletes = sink.mode == "upsert"
     if state is None or not is_plain or (has_deletes and (staged or whole.delete_sql != NO_VALUE)):
@@ -210,6 +227,7 @@ def plain_source(plan: SinkPlan, whole: Layout) -> PlainSource | None:
         present,
         has_deletes,
         keeps_deletes=sink.delete or not has_deletes,
+        placeholder=placeholder_texts(plan.pipeline.unavailable_value or ""),
     )
 
 

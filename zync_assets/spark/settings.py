@@ -107,8 +107,13 @@ def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = Fal
     own = {name if name.startswith("spark.") else f"spark.{name}": value for name, value in spark.items()}
     log = Path(__file__).with_name("log4j2.properties").as_uri()
     remote = own.get("spark.remote")
-    java = f"{_LONG if long or remote == SHARED else _SHORT} {_STACK} -Dlog4j2.configurationFile={log}"
+    is_short = not long and remote != SHARED
+    java = f"{_SHORT if is_short else _LONG} {_STACK} -Dlog4j2.configurationFile={log}"
     settings = _DEFAULTS | {"spark.driver.extraJavaOptions": java}
+    if is_short:
+        # What outlives a young collection would fill the heap to its limit, however few objects are in use. A collection of all
+        # objects takes a tenth of a second. A long session has more of them, and its latency counts.
+        settings["spark.cleaner.periodicGC.interval"] = "20s"
     if remote not in (None, SHARED):
         del settings["spark.master"]
     elif _has_package(own):

@@ -136,7 +136,7 @@ def is_placeholder(column: str, kind: DataType, placeholder: str) -> str | None:
     raw = placeholder_bytes(placeholder)
     text = raw.decode(errors="replace")
     if isinstance(kind, StringType):
-        return f"{column} IN ({', '.join(placeholder_texts(placeholder))})"
+        return f"{column} IN ({', '.join(map(text_sql, placeholder_texts(placeholder)))})"
     if isinstance(kind, BinaryType):
         return f"{column} <=> {_bytes_sql(raw)}"
     if isinstance(kind, ArrayType):
@@ -148,10 +148,10 @@ def is_placeholder(column: str, kind: DataType, placeholder: str) -> str | None:
 
 
 def placeholder_texts(placeholder: str) -> tuple[str, str]:
-    """The forms of the placeholder as SQL strings: the placeholder, and the JSON of an hstore that maps it to itself."""
+    """The forms of the placeholder as a text: the placeholder, and the JSON of an hstore that maps it to itself."""
     text = placeholder_bytes(placeholder).decode(errors="replace")
     as_hstore = json.dumps({text: text}, ensure_ascii=False, separators=(",", ":"))
-    return text_sql(text), text_sql(as_hstore)
+    return text, as_hstore
 
 
 def _placeholder_arrays(inner: DataType, raw: bytes, text: str) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from zync_assets.checks.state_checks import rows_match
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnavailable
 from zync_assets.local.services import Services
 from zync_assets.sinks.clickhouse import ClickhouseTarget
@@ -433,6 +434,35 @@ def test_the_delete_of_an_envelope_needs_no_tombstone(
     it.ingest()
     assert sum(made.records for made in sink_all(it.pipeline, lambda: spark)) == 3
     assert query(house, "SELECT id, n FROM rows FINAL") == [(2, 5)]
+
+
+FLATTENED = """
+inputs:
+  - {topic: $left, pool: Raw, format: json, key-schema: id bigint, value-schema: "id bigint, v string, w string"}
+sinks:
+  - {name: house, type: clickhouse, url: "chdb://FOLDER", from: [Raw.$left], table: rows}
+"""
+
+
+def test_records_are_appended_unless_a_value_was_not_sent(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    house = tmp_path / "house"
+    it = mini(services, spark, tmp_path, unique, FLATTENED.replace("FOLDER", str(house)))
+    unsent = "__debezium_unavailable_value"
+    for values, count, row in (
+        # Appended: both records of the key are there, and FINAL chooses.
+        ((("a", "b"), ("c", "d")), 2, ("c", "d")),
+        # Merged: one row of the key, with the value that is in the table.
+        (((unsent, "e"), (unsent, "f")), 1, ("c", "f")),
+        ((("g", "h"), (unsent, "i")), 1, ("g", "i")),
+    ):
+        it.send(it.left, *((b'{"id": 1}', {"id": 1, "v": v, "w": w}) for v, w in values))
+        it.ingest()
+        assert sum(made.records for made in sink_all(it.pipeline, lambda: spark)) == count
+        assert query(house, "SELECT v, w FROM rows FINAL") == [row]
+    sink = it.pipeline.sinks[0]
+    assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
 
 
 def test_an_outage_names_the_server_and_the_first_cause_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 TEXT = """\
 kafka: {bootstrap.servers: localhost}
 lake: ./lake
+unavailable-value: null
 inputs:
   - {topic: rows, pool: Raw, key-format: string, value-format: json, schema: "id bigint"}
 """
