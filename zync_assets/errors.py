@@ -43,7 +43,7 @@ Every message names the thing, the place and the cure. A user never sees a stack
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class ZyncError(Exception):
@@ -70,6 +70,8 @@ class Problem:
     line: int
     key: str
     message: str
+    explains: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """The keys whose other problems follow from this one."""
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.key}: {self.message}" if self.key else f"line {self.line}: {self.message}"

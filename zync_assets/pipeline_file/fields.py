@@ -9,6 +9,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from zync_assets.errors import Problem
@@ -16,12 +17,21 @@ from zync_assets.pipeline_file.source import Items, Node, Scalar, YamlEntry, Yam
 
 Choice = TypeVar("Choice", bound=str)
 
+UNNAMED = ""
+"""In place of the topic of an input or an output that a problem keeps from being known."""
 _MILLIS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
+_HINTED = re.compile(r"([\w-]+):")
+"""The keys that a hint names."""
 _DURATION = re.compile(r"([0-9]{1,6})\s?([smhdw])")
 
 
 def suggestion(word: str, words: Iterable[str]) -> str:
     """``; did you mean `x`?`` or nothing."""
+    found = _closest(word, words)
+    return f"; did you mean `{found}`?" if found is not None else ""
+
+
+def _closest(word: str, words: Iterable[str]) -> str | None:
     candidates = list(words)
     matches = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
     if not matches:
@@ -29,12 +39,12 @@ def suggestion(word: str, words: Iterable[str]) -> str:
         matches = [
             lower_case[item] for item in difflib.get_close_matches(word.lower(), list(lower_case), n=1, cutoff=0.6)
         ]
-    return f"; did you mean `{matches[0]}`?" if matches else ""
+    return matches[0] if matches else None
 
 
 def word_list(words: Iterable[str]) -> str:
-    """``a, b, c``, or ``none`` where there is nothing to list."""
-    return ", ".join(words) or "none"
+    """``a, b, c``, or ``none`` where there is nothing to list. UNNAMED is left out."""
+    return ", ".join(filter(None, words)) or "none"
 
 
 def kind(node: Node) -> str:
@@ -54,6 +64,7 @@ def kind(node: Node) -> str:
 class Fields:
     """The keys of one mapping. Making it reports the keys that are not in ``names``; ``hints`` has a cure for some.
 
+    A misspelt key then counts as the key that it means, so that its one problem causes no others.
     ``places``: key → its path in the file, for keys of another mapping.
     """
 
@@ -77,9 +88,14 @@ class Fields:
             if entry.key in names:
                 continue
             hint = (hints or {}).get(entry.key)
-            absent_names = [name for name in names if name not in self.entries]
-            cure = f"; {hint}" if hint else suggestion(entry.key, absent_names) or f"; known here: {word_list(names)}"
-            problems.append(Problem(entry.line, self.key(entry.key), f"is no key that is known here{cure}"))
+            absent = [name for name in names if name not in self.entries]
+            words = _HINTED.findall(hint) if hint else [_closest(entry.key, absent)]
+            meant = [name for name in absent if name in words]
+            cure = f"; {hint}" if hint else suggestion(entry.key, absent) or f"; known here: {word_list(names)}"
+            explains = tuple(map(self.key, (entry.key, *meant)))
+            problems.append(Problem(entry.line, explains[0], f"is no key that is known here{cure}", explains))
+            if len(meant) == 1:
+                self.entries[meant[0]] = replace(entry, key=meant[0])
 
     def __contains__(self, key: str) -> bool:
         return key in self.entries

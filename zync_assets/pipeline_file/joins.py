@@ -8,7 +8,7 @@ the file's own text, so that Spark parses what the user wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,16 +55,16 @@ class JoinTree:
         return frozenset(join.alias.lower() for join in self.joins if join.kind == "left")
 
 
-def read_from(sql: str, aliases: Mapping[str, bool]) -> tuple[JoinTree | None, list[str]]:
-    """The join tree of a ``from:`` (None: with problems), and all of its problems. ``aliases``: as ``tables:`` spells them, see
-    ``view_expressions.check_rows``."""
+def read_from(sql: str, aliases: Mapping[str, bool]) -> tuple[JoinTree | None, list[str], Collection[str]]:
+    """The join tree of a ``from:`` (None: with problems), all of its problems, and the aliases that ``tables:`` lacks.
+    ``aliases``: as ``tables:`` spells them, see ``view_expressions.check_rows``."""
     try:
         tokens = tokenize(sql)
     except SqlProblem as problem:
-        return None, [str(problem)]
+        return None, [str(problem)], ()
     reader = _Reader(sql, {alias.lower(): alias for alias in aliases}, {a.lower(): row for a, row in aliases.items()})
     tree = reader.tree(tokens)
-    return (None if reader.problems else tree), list(dict.fromkeys(reader.problems))
+    return (None if reader.problems else tree), list(dict.fromkeys(reader.problems)), reader.unknown
 
 
 class _Reader:
@@ -74,6 +74,8 @@ class _Reader:
         self.rows = rows
         self.problems: list[str] = []
         self.joined: list[str] = []
+        self.unknown: set[str] = set()
+        """Aliases that `from:` alone has, in lower case."""
 
     def tree(self, tokens: Sequence[Token]) -> JoinTree | None:
         first, *others = _parts(tokens)
@@ -118,6 +120,7 @@ class _Reader:
             return None, ()
         alias = self.names.get(name.text.lower()) if name.token_type in _NAMES else None
         if alias is None:
+            self.unknown.add(name.text.lower())
             near = suggestion(name.text, self.names.values())
             self.problems.append(f"`{name.text}` is no alias of `tables:`; {known}{near}")
             return None, ()
@@ -131,6 +134,7 @@ class _Reader:
         if rest[0].token_type == TokenType.DOT:
             self.problems.append(f"must name aliases of `tables:`, not columns or topics: `{alias}.…`")
         else:
+            self.unknown |= {token.text.lower() for token in rest[:2]}
             cure = f"`tables:` names the aliases; aliases: {word_list(self.names.values())}"
             self.problems.append(f"`{rest[0].text}` can't stand after `{alias}`; {cure}")
 
@@ -153,10 +157,11 @@ class _Reader:
             return None
         text = self.sql[tokens[1].start : tokens[-1].end + 1]
         later = {name.lower() for name in self.names.values() if name not in self.joined}
-        problems = [f"ON of {alias}: {message}" for message in check_rows(text, self.rows)]
+        rows = {**dict.fromkeys(self.unknown, False), **self.rows}
+        problems = [f"ON of {alias}: {message}" for message in check_rows(text, rows)]
         try:
             problems = problems or [f"ON of {alias}: {message}" for message in self._order(text, later)]
-            if not problems:
+            if not problems and not roots(parse(text).tree) & self.unknown:
                 return tuple(self._equalities(text, alias, kind))
         except SqlProblem as problem:
             problems = [f"ON of {alias}: {problem}"]

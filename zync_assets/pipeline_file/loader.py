@@ -43,8 +43,8 @@ from zync_assets.pipeline_file.key import known_names
 from zync_assets.pipeline_file.outs import with_patterns
 from zync_assets.pipeline_file.rules import read_rules
 from zync_assets.pipeline_file.sinks import read_sinks
-from zync_assets.pipeline_file.source import Items, Scalar, YamlTable, read
-from zync_assets.pipeline_file.topics import read_inputs, read_outputs
+from zync_assets.pipeline_file.source import UNSET, Items, Scalar, YamlTable, read
+from zync_assets.pipeline_file.topics import NO_PATTERN, read_inputs, read_outputs
 from zync_assets.pipeline_file.transactions import read_transactions, with_transaction_topic
 from zync_assets.spark.sql import contradictions
 
@@ -76,6 +76,8 @@ def _of_mapping(lake: Fields, path: Path, env: Mapping[str, str]) -> str:
 
 
 def _place(fields: Fields, key: str, text: str, settings: Mapping[str, str], path: Path, env: Mapping[str, str]) -> str:
+    if UNSET in text:
+        return ""
     match = _URI.match(text)
     if match is None or match[1].lower() == "file":
         for name in settings:
@@ -239,7 +241,9 @@ def load_pipeline(path: Path | str, env: Mapping[str, str] = os.environ) -> Pipe
     path = Path(path)
     node, problems = read(path, env)
     if isinstance(node, YamlTable):
-        pipeline = _pipeline(Fields(with_patterns(node), "", problems, known_names(FILE), _HINTS), path, env)
+        named = Fields(node, "", problems, known_names(FILE), _HINTS)
+        file = with_patterns(YamlTable(node.line, tuple(named.entries.values())))
+        pipeline = _pipeline(Fields(file, "", problems, None), path, env)
         if not problems:
             return pipeline
     elif not problems:
@@ -247,14 +251,20 @@ def load_pipeline(path: Path | str, env: Mapping[str, str] = os.environ) -> Pipe
         fault = "is empty" if empty or node is None else f"must be a mapping, not {kind(node)}"
         problems.append(Problem(1, "", f"{fault}; a pipeline has inputs:, outputs: and transforms:"))
     # A key that is read twice reports its problem twice.
-    raise PipelineFileError(str(path), sorted(dict.fromkeys(problems), key=lambda problem: problem.line))
+    raise PipelineFileError(str(path), sorted(dict.fromkeys(_causes(problems)), key=lambda problem: problem.line))
+
+
+def _causes(problems: list[Problem]) -> list[Problem]:
+    """The problems without those that follow from others, such as a misspelt key or a variable that is not set."""
+    explained = {key for item in problems for key in item.explains}
+    if explained:
+        problems = [item for item in problems if item.explains or not (item.key in explained or UNSET in item.message)]
+    return [item for item in problems if item.message != NO_PATTERN] or problems
 
 
 def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
     name = _name(fields, path)
-    kafka = _properties(fields, "kafka") if "kafka" in fields else default_kafka(env)
-    if "oauth_cb" in kafka and not _FUNCTION.fullmatch(kafka["oauth_cb"]):
-        fields.problem("kafka", "oauth_cb must name a function, as in package.module:function")
+    kafka = _kafka(fields) if "kafka" in fields else default_kafka(env)
     # librdkafka has two names for the brokers' addresses, and uses the addresses of both.
     if "metadata.broker.list" not in kafka:
         kafka.setdefault("bootstrap.servers", env.get("KAFKA_BOOTSTRAP_SERVERS") or DEFAULT_BOOTSTRAP_SERVERS)
@@ -314,9 +324,15 @@ def _name(fields: Fields, path: Path) -> str:
     return name
 
 
-def _properties(fields: Fields, key: str) -> dict[str, str]:
-    table = fields.table(key)
-    return {} if table is None else Fields(table, key, fields.problems, None).flat()
+def _kafka(fields: Fields) -> dict[str, str]:
+    table = fields.table("kafka")
+    if table is None:
+        return {}
+    kafka = Fields(table, "kafka", fields.problems, None)
+    properties = kafka.flat()
+    if "oauth_cb" in properties and not _FUNCTION.fullmatch(properties["oauth_cb"]):
+        kafka.problem("oauth_cb", "must name a function, as in package.module:function")
+    return properties
 
 
 def _registry(fields: Fields, env: Mapping[str, str], has_avro: bool) -> RegistryConfig | None:

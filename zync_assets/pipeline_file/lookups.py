@@ -23,15 +23,19 @@ _FORM = "write {c: {table: Customers, on: c.id = in.value.after.customer_id, mis
 
 @dataclass(frozen=True)
 class LookedUpRows:
-    """The look-ups of a rule. ``rows``: alias in lower case → whether the alias has the default row; of faulty look-ups too."""
+    """The look-ups of a rule. ``rows``: alias in lower case → whether the alias has the default row; of faulty look-ups too.
+    ``known``: whether the aliases are known."""
 
     lookups: tuple[Lookup, ...] = ()
     rows: Mapping[str, bool] | None = None
+    known: bool = True
 
 
 def with_rows(sides: Sequence[str], found: LookedUpRows) -> Check:
     """The check of an expression over the records of a rule and the rows that it looks up."""
     rows = found.rows or {}
+    if not found.known:
+        return lambda sql: ()
     return lambda sql: check_expression(sql, sides, rows)
 
 
@@ -43,11 +47,11 @@ def read_lookups(fields: Fields, section: Section, topic: Callable[[Fields, str]
     if not section.sides:
         cure = "a view joins its tables in `from:`" if section is VIEW else f"a {section.kind} rule has no look-ups"
         fields.problem("lookup", f"belongs to a stateless or a denorm rule; {cure}")
-        return LookedUpRows()
+        return LookedUpRows(known=False)
     if not isinstance(node, YamlTable) or not node.entries:
         fault = "is empty" if isinstance(node, YamlTable) else f"must be a mapping of aliases, not {kind(node)}"
         fields.problem("lookup", f"{fault}; {_FORM}")
-        return LookedUpRows()
+        return LookedUpRows(known=False)
     outer = Fields(node, fields.key("lookup"), fields.problems, None)
     rows: dict[str, bool] = {}
     lookups: list[Lookup] = []

@@ -20,15 +20,13 @@ from zync_assets.pipeline_file.fields import Fields, kind
 from zync_assets.pipeline_file.key import known_names
 from zync_assets.pipeline_file.keys import EXPIRY, OUT, VIEW, Section, joining_kinds
 from zync_assets.pipeline_file.source import Items, Node, Scalar, YamlEntry, YamlTable
-from zync_assets.pipeline_file.topics import Check, read_condition
+from zync_assets.pipeline_file.topics import TOPIC, Check, read_condition
 from zync_assets.queries import Expiry, OnExpire
 
 Found = TypeVar("Found")
 
 ITEM = "item"
 """The name of an element of ``explode`` in expressions."""
-TOPIC = "{topic}"
-"""The place of an input's topic in the output of a rule for a pattern."""
 WHERE = "out.where"
 """The key of an output's own condition."""
 _OF_OUTPUTS = ("key", "value", "headers", "explode")
@@ -110,11 +108,12 @@ def check_parts(rules: Sequence[tuple[Rule, Fields]], outputs: Mapping[str, Outp
         is_one = rule.view is None and not is_part and rule.explode is None and WHERE not in fields
         if output is not None and output.coalesce and not is_one:
             fields.problem("out", f"`{rule.out}` has coalesce: true, for rules with one output; remove it there")
-        if rule.part_of is not None and pools.get(rule.out) != pools.get(firsts[rule.part_of].out):
+        used = pools.get(rule.out), pools.get(firsts.get(rule.part_of or "", rule).out)
+        if None not in used and used[0] != used[1]:
             fields.problem(
                 "out",
-                f"`{rule.out}` is in the pool {pools.get(rule.out)}, and the rule's first output in"
-                f" {pools.get(firsts[rule.part_of].out)}; the outputs of a rule are one commit: name one pool",
+                f"`{rule.out}` is in the pool {used[0]}, and the rule's first output in {used[1]}; the outputs of a rule"
+                " are one commit: name one pool",
             )
 
 

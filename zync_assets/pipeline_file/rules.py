@@ -18,14 +18,13 @@ from zync_assets.errors import Problem
 from zync_assets.pipeline import Input, Output, RecordShape, Rule, Shape, Side, SideFormat
 from zync_assets.pipeline_file.conditions import TextSpan, leaves_nothing, null_spans
 from zync_assets.pipeline_file.expressions import columns, parse
-from zync_assets.pipeline_file.fields import Fields, suggestion, word_list
+from zync_assets.pipeline_file.fields import UNNAMED, Fields, suggestion, word_list
 from zync_assets.pipeline_file.groups import GroupSection, group_rule, read_group
 from zync_assets.pipeline_file.key import known_names
 from zync_assets.pipeline_file.keys import GROUP, SECTIONS, VIEW, Section, rule_keys
 from zync_assets.pipeline_file.lookups import read_lookups, with_rows
 from zync_assets.pipeline_file.outs import (
     ITEM,
-    TOPIC,
     WHERE,
     check_parts,
     each_output,
@@ -36,7 +35,7 @@ from zync_assets.pipeline_file.outs import (
     read_explode,
 )
 from zync_assets.pipeline_file.source import YamlTable
-from zync_assets.pipeline_file.topics import Check, over, read_condition, read_headers, read_shape
+from zync_assets.pipeline_file.topics import TOPIC, Check, over, read_condition, read_headers, read_shape
 from zync_assets.pipeline_file.views import check_pools, read_query, read_view
 from zync_assets.spark.sql import shape_sql
 
@@ -204,7 +203,8 @@ def read_rules(
     for item in placed:
         if item.rule.was in names:
             item.fields.problem("was", f"`{item.rule.was}` is the name of a rule of this file; remove the key")
-    pools = {topic: item.pool for topic, item in outputs.items() if item is not None}
+    # An output with a problem is in a pool of its own here: its true pool may not be known.
+    pools = {topic: f"of {topic}" if item is None else item.pool for topic, item in outputs.items()}
     _check_reach(placed, pools)
     check_parts([(item.rule, item.fields) for item in placed], outputs)
     check_pools([(item.rule, item.fields) for item in placed], pools)
@@ -238,7 +238,8 @@ def _composed(placed: Sequence[_Placed], outputs: Mapping[str, Output | None]) -
     for topic, rules in made.items():
         output = outputs.get(topic)
         assert output is not None and output.shape is not None
-        for path in unmade(output.shape, [rule for _, rule in rules]):
+        # A rule with a problem is not here, and may make the field.
+        for path in () if rules[0][0].fields.problems else unmade(output.shape, [rule for _, rule in rules]):
             message = (
                 f"`{topic}` has a shape whose `{path}` needs what no rule makes; make it, or take it out of the shape"
             )
@@ -291,9 +292,9 @@ def _read_rule(
     if group is not None:
         check = checks = group.check
     explode = read_explode(fields, section, check)
-    if explode is not None and group is not None:
+    if "explode" in fields and group is not None:
         group.names.add(ITEM)
-    elif explode is not None:
+    elif "explode" in fields and section is not VIEW:
         check = checks = with_rows(section.sides, replace(rows, rows={**(rows.rows or {}), ITEM: False}))
     keep = read_condition(fields, WHERE, check) if WHERE in fields else None
     key = _shape_of(fields, "key", check, _MISSING_KEY, output.key if output else None)
@@ -389,7 +390,7 @@ def _topic(
         return topic
     if topic in others:
         fields.problem(key, f"`{topic}` is an {other}, not an {noun}; {noun}s: {word_list(known)}")
-    else:
+    elif UNNAMED not in known:
         cure = suggestion(topic, known) or f"; {noun}s: {word_list(known)}"
         if TOPIC in topic and noun == "output":
             cure = f'; add `- {{topic: "{topic}", pool: Staging, format: avro}}` to outputs, with a pool and format of your own'
@@ -445,6 +446,5 @@ def _check_reach(placed: list[_Placed], pools: Mapping[str, str]) -> None:
 
 
 def _conditions(rule: Rule) -> dict[str, str | None]:
-    """Topic → the condition on its records; nothing for a view, which takes no record from other rules, and for a further output
-    of a rule."""
+    """Topic → the condition on its records; nothing for a view and for a further output of a rule: these take no records."""
     return {} if rule.view is not None or rule.part_of is not None else {side.topic: side.where for side in rule.sides}

@@ -206,7 +206,7 @@ def read_sinks(
     for place, table in tables(node, "sinks", fields.problems):
         item = Fields(table, place, fields.problems, known_names(SINK))
         sink = _sink(item, sources, path, is_whole=is_whole)
-        if sink.name in sinks:
+        if sink.name and sink.name in sinks:
             item.problem("name", f"`{sink.name}` is the name of another sink; give each sink a name of its own")
         if sink.name == KAFKA or sink.name in {source.pool for source in sources}:
             item.problem("name", f"`{sink.name}` is the name of a pool; the assets of a sink need a name of their own")

@@ -34,6 +34,8 @@ from zync_assets.errors import Problem
 MAX_BYTES = 1 << 19
 MAX_DEPTH = 32
 MAX_PROBLEMS = 100
+UNSET = "\ufffd"
+"""What stands in a text for a variable that the environment lacks. A problem that repeats it follows from the variable."""
 
 _VARIABLE = re.compile(
     r"(?P<escaped>\$\$\{)|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<has_default>:-(?P<default>[^{}]{0,1000}))?\}|(?P<bad>\$\{)"
@@ -247,8 +249,9 @@ class _Composer:
                 return value or match["default"]
             if value is None:
                 name = match["name"]
-                self._problem(line, path, f"the environment has no {name}; set it, or write ${{{name}:-default}}")
-                return "?"
+                message = f"the environment has no {name}; set it, or write ${{{name}:-default}}"
+                self._problem(line, path, message, explains=(path,))
+                return UNSET
             return value
 
         text = _VARIABLE.sub(replace, str(event.value))
@@ -268,8 +271,8 @@ class _Composer:
         self.line = _line(event)
         return event
 
-    def _problem(self, line: int, path: str, message: str) -> None:
-        self.problems.append(Problem(line, path, message))
+    def _problem(self, line: int, path: str, message: str, explains: tuple[str, ...] = ()) -> None:
+        self.problems.append(Problem(line, path, message, explains))
         if len(self.problems) >= MAX_PROBLEMS:
             raise _Stop
 

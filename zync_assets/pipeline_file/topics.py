@@ -6,7 +6,7 @@ The ``inputs`` and ``outputs`` of a pipeline file: topics, pools, formats, and h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Literal, TypeAlias, get_args
 
@@ -30,7 +30,7 @@ from zync_assets.pipeline import (
     is_topic_name,
 )
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression, field_path
-from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables
+from zync_assets.pipeline_file.fields import UNNAMED, Fields, kind, suggestion, tables
 from zync_assets.pipeline_file.grammar import CREATE, FORMATS, INPUT, ORDER, OUTPUT
 from zync_assets.pipeline_file.key import input_shape, known_names
 from zync_assets.pipeline_file.source import Items, Node, Scalar, YamlTable
@@ -131,12 +131,22 @@ def read_record_shape(
     return RecordShape(read_condition(fields, "where", over(roots)), sides)
 
 
+TOPIC = "{topic}"
+"""The place of an input's topic in the output of a rule for a pattern."""
+NO_PATTERN = (
+    "is in no rule for a pattern of inputs, such as in: shop.*, and only such a rule puts a topic in place of {topic}; name it"
+    " in the rule's out:, or write a plain name here"
+)
+"""The problem of an output with TOPIC that no rule has. It follows from a problem of a rule or of an input, if there is one."""
 _POOL = re.compile(r"[A-Za-z0-9_]+")
+_OUTPUT_HINTS: Mapping[str, str] = dict[str, str].fromkeys(
+    ("schema", "key-schema", "value-schema"), "it belongs to an input; an output's fields and types come from its rules"
+)
 _NAMESPACE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
 def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tuple[str | None, int]]]:
-    """The inputs by topic (None: one with problems), and each topic's pool and line."""
+    """The inputs by topic (None: one with problems, or UNNAMED), and each topic's pool and line."""
     node = fields.node("inputs")
     if node is None:
         fields.problem("inputs", "is missing; name the topics to read, a list of {topic: ..., pool: ...}")
@@ -144,13 +154,14 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
         found = "is empty" if isinstance(node, Items) else f"must be a list, not {kind(node)}"
         fields.problem("inputs", f"{found}; write a list of {{topic: ..., pool: ...}}")
         node = None
-    inputs: dict[str, Input | None] = {}
+    mappings = tables(node, "inputs", fields.problems)
+    inputs: dict[str, Input | None] = {**_unnamed(node, mappings)}
     lines: dict[str, tuple[str | None, int]] = {}
     pools: dict[str, str] = {}
-    for path, table in tables(node, "inputs", fields.problems):
+    for path, table in mappings:
         item = Fields(table, path, fields.problems, known_names(INPUT))
         before = len(fields.problems)
-        topic, pool = _topic(item), _pool(item)
+        topic, pool = _topic(item, is_output=False), _pool(item)
         key, value = _sides(item, is_output=False)
         start = _start(item)
         shape = read_record_shape(item, RECORD_ROOTS)
@@ -164,6 +175,7 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
             shape = shape or RecordShape(None, {})  # Spark evaluates the expression, as it evaluates a shape
         _one_spelling(item, pool, pools)
         if topic is None:
+            inputs[UNNAMED] = None
             continue
         line = item.line_of("topic")
         if topic in lines:
@@ -176,29 +188,19 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
             continue
         lines[topic] = (pool, line)
         good = pool is not None and len(fields.problems) == before
-        inputs[topic] = (
-            Input(
-                topic,
-                pool or "",
-                key,
-                value,
-                start,
-                unmatched or "keep",
-                on_data_loss or "fail",
-                on_bad_record,
-                max_bad_records,
-                on_schema_change,
-                shape,
-                retention,
-                order,
-            )
-            if good
-            else None
-        )
+        about = start, unmatched or "keep", on_data_loss or "fail", on_bad_record, max_bad_records, on_schema_change
+        inputs[topic] = Input(topic, pool or "", key, value, *about, shape, retention, order) if good else None
     return inputs, lines
 
 
+def _unnamed(node: Node | None, mappings: Sequence[object]) -> dict[str, None]:
+    """UNNAMED, if the list has items that are no mappings, or if there is no list."""
+    whole = isinstance(node, YamlTable) or (isinstance(node, Items) and len(mappings) == len(node.items) > 0)
+    return {} if whole else {UNNAMED: None}
+
+
 def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int]]) -> dict[str, Output | None]:
+    """The outputs by topic (None: one with problems, or UNNAMED). ``input_lines``: of ``read_inputs``."""
     name = "output" if "output" in fields and "outputs" not in fields else "outputs"
     if "output" in fields and "outputs" in fields:
         fields.problem("output", f"is the same as outputs (line {fields.line_of('outputs')}); write one of them")
@@ -209,13 +211,14 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
         found = "is empty" if isinstance(node, Items) else f"must be a list or a mapping, not {kind(node)}"
         fields.problem(name, f"{found}; write a list of {{topic: ..., pool: ...}}")
     raw = {pool.lower(): (pool, line) for pool, line in input_lines.values() if pool is not None}
-    outputs: dict[str, Output | None] = {}
+    mappings = tables(node, name, fields.problems)
+    outputs: dict[str, Output | None] = {**_unnamed(node, mappings)}
     lines: dict[str, int] = {}
     pools: dict[str, str] = {}
-    for path, table in tables(node, name, fields.problems):
-        item = Fields(table, path, fields.problems, known_names(OUTPUT))
+    for path, table in mappings:
+        item = Fields(table, path, fields.problems, known_names(OUTPUT), _OUTPUT_HINTS)
         before = len(fields.problems)
-        topic, pool = _topic(item), _pool(item)
+        topic, pool = _topic(item, is_output=True), _pool(item)
         key, value = _sides(item, is_output=True)
         create = _create(item)
         start_at: Literal["empty", "end"] | None = item.choice("start-at", ("end", "empty"))
@@ -231,6 +234,8 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
                 f"`{raw[pool.lower()][0]}` is a raw pool (line {raw[pool.lower()][1]}); name another one for outputs",
             )
         if topic is None:
+            text = item.node("topic")
+            outputs[text.text if isinstance(text, Scalar) and TOPIC in text.text else UNNAMED] = None
             continue
         if topic in input_lines:
             line = input_lines[topic][1]
@@ -285,8 +290,11 @@ def _on_schema_change(item: Fields, key: SideFormat, value: SideFormat) -> OnSch
     return chosen or "merge"
 
 
-def _topic(item: Fields) -> str | None:
+def _topic(item: Fields, *, is_output: bool) -> str | None:
     topic = item.text("topic", "name the topic")
+    if topic is not None and TOPIC in topic and is_output:
+        item.problem("topic", NO_PATTERN)
+        return None
     if topic is not None and not is_topic_name(topic):
         item.problem(
             "topic",
@@ -318,20 +326,18 @@ def _one_spelling(item: Fields, pool: str | None, pools: dict[str, str]) -> None
 
 
 def _sides(item: Fields, is_output: bool) -> tuple[SideFormat, SideFormat]:
-    both = item.choice("format", FORMATS) or "avro"
-    key_format = item.choice("key-format", FORMATS) or both
-    value_format = item.choice("value-format", FORMATS) or both
+    both = item.choice("format", FORMATS) if "format" in item else "avro"
+    known_key = item.choice("key-format", FORMATS) if "key-format" in item else both
+    known_value = item.choice("value-format", FORMATS) if "value-format" in item else both
+    key_format, value_format = known_key or "avro", known_value or "avro"
     if is_output:
-        for key in ("schema", "key-schema", "value-schema"):
-            if key in item:
-                item.problem(key, "belongs to an input; an output's fields and types come from its rules")
         return SideFormat(key_format), SideFormat(value_format)
     if "schema" in item and "value-schema" in item:
         item.problem("schema", "is the same as value-schema; write one of them")
     value_key = "value-schema" if "value-schema" in item else "schema"
     return (
-        SideFormat(key_format, _ddl(item, "key-schema", key_format)),
-        SideFormat(value_format, _ddl(item, value_key, value_format)),
+        SideFormat(key_format, None if known_key is None else _ddl(item, "key-schema", key_format)),
+        SideFormat(value_format, None if known_value is None else _ddl(item, value_key, value_format)),
     )
 
 

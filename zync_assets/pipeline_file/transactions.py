@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from zync_assets.pipeline import Format, Input, Rule, SideFormat, SourceOrder, Transactions, is_topic_name
-from zync_assets.pipeline_file.fields import Fields
+from zync_assets.pipeline_file.fields import UNNAMED, Fields
 from zync_assets.pipeline_file.key import Key, known_names
 
 FORMATS: tuple[Format, ...] = ("avro", "connect-json", "json")
@@ -97,7 +97,7 @@ def read_transactions(
     if names is not None:
         collections = Fields(names, item.key("collections"), item.problems, None).flat()
         for collection, name in collections.items():
-            if name not in inputs:
+            if name not in inputs and UNNAMED not in inputs:
                 item.problem("collections", f"{collection}: `{name}` is no input; name a topic of inputs")
     if topic is None or len(fields.problems) > before:
         return None

@@ -47,14 +47,15 @@ def read_query(fields: Fields, topic: Callable[[Fields, str], str | None]) -> Fr
     sql = fields.text("from", "name the joined aliases, such as o JOIN c ON o.customer_id = c.id")
     if sql is None or rows is None:
         return FromClause(tables, None, rows)
-    tree, problems = read_from(sql, rows)
+    tree, problems, unknown = read_from(sql, rows)
     for message in problems:
         fields.problem("from", message)
     if tree is not None:
         for alias in rows:
             if alias not in tree.aliases:
                 fields.problem("tables", f"`{alias}` is not joined; join it in `from:`, or remove it")
-    return FromClause(tables, tree, rows)
+    # An alias that `from:` alone has is one problem; the other expressions may name it too.
+    return FromClause(tables, tree, {**dict.fromkeys(unknown, False), **rows})
 
 
 def read_view(

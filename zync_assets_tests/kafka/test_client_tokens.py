@@ -96,5 +96,5 @@ def test_the_setting_travels_to_a_worker(msk: Mapping[str, str]) -> None:
 def test_the_pipeline_file_wants_a_name(tmp_path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("kafka: {oauth_cb: token}\n")
-    with pytest.raises(PipelineFileError, match="oauth_cb must name a function"):
+    with pytest.raises(PipelineFileError, match="oauth_cb: must name a function"):
         load(path)

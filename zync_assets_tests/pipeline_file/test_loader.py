@@ -504,6 +504,73 @@ def test_an_error_names_line_key_and_cure(
     assert [item.line for item in fitting] == [line], found
 
 
+# (what is replaced in GOOD, by what, the key of the one problem)
+CAUSES = [
+    ("{topic: A, pool", "{pool", "inputs[0].topic"),
+    ("{topic: A, pool", "{topik: A, pool", "inputs[0].topik"),
+    ("{topic: A, pool", "{topic: 'A B', pool", "inputs[0].topic"),
+    ("{topic: A, pool: Raw}", "A", "inputs[0]"),
+    ("{topic: A, pool", "{topic: '${NO}', pool", "inputs[0].topic"),
+    ("A, pool: Raw", "A, pool: '${NO}'", "inputs[0].pool"),
+    ("A, pool: Raw", "A, pool: Raw, fromat: json, schema: a INT", "inputs[0].fromat"),
+    ("A, pool: Raw", "A, pool: Raw, format: jsno, schema: a INT", "inputs[0].format"),
+    ("A, pool: Raw", "A, pool: Raw, max-bad-records: '${NO}'", "inputs[0].max-bad-records"),
+    ("A, pool: Raw", "A, pool: Raw, partition: 3", "inputs[0].partition"),
+    ("{topic: C, pool", "{pool", "outputs[0].topic"),
+    ("C, pool: Staging", "C, pool: Staging, schema: a INT", "outputs[0].schema"),
+    ("inputs:", "imputs:", "imputs"),
+    ("outputs:", "outpts:", "outpts"),
+    ("inputs:\n  - {topic: A, pool: Raw}\n  - {topic: B, pool: Raw}", "inputs: A", "inputs"),
+    ("outputs:\n  - {topic: C, pool: Staging}\n", "", "outputs"),
+    ("transforms:", "rules:", "rules"),
+    ("inputs:", "registry: {url: '${NO}'}\ninputs:", "registry.url"),
+    ("inputs:", "kafka: {oauth_cb: '${NO}'}\ninputs:", "kafka.oauth_cb"),
+    ("inputs:", "lake: {uri: '${NO}', region: x}\ninputs:", "lake.uri"),
+    ("inputs:", "transactions: {topic: t, collections: {x.y: '${NO}'}}\ninputs:", "transactions.collections.x.y"),
+    ("right: B", "right: '${NO}'", "transforms[0].right"),
+    ("    join-on", "    join_on", "transforms[0].join_on"),
+    ("left.key = right.key", "left.key = '${NO}'", "transforms[0].join-on"),
+    ("where: value.op = 'u'", "where: ${NO}", "transforms[1].where"),
+    ("in: A", "inn: A", "transforms[1].inn"),
+    ("type: stateless", "typ: stateless", "transforms[1].typ"),
+    ("    key: in.key\n    value: null", "    select: x", "transforms[1].select"),
+    ("value: null", "value: c.x\n    lookup: [c]", "transforms[1].lookup"),
+    ("value: null", "value: item.x\n    explode: [c]", "transforms[1].explode"),
+    ("value: null", "value: null\nsinks: {name: w, type: '${NO}', url: x, from: '*'}", "sinks.type"),
+    ("value: null", "value: null\nsinks: {name: w, type: sqlite, url: x, from: ['${NO}']}", "sinks.from[0]"),
+    ("value: null", "value: null\nsinks: {name: w, type: files, url: '${NO}://x', from: '*'}", "sinks.url"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "key"), CAUSES, ids=[f"{cause[2]}: {cause[1][-24:]!r}" for cause in CAUSES])
+def test_a_cause_is_reported_without_the_problems_that_follow_from_it(
+    tmp_path: Path, old: str, new: str, key: str
+) -> None:
+    assert old in GOOD
+    assert [problem.key for problem in problems(tmp_path, GOOD.replace(old, new, 1))] == [key]
+
+
+def test_a_cause_hides_no_other_problem(tmp_path: Path) -> None:
+    text = GOOD.replace("inputs:", "imputs:").replace("B, pool: Raw", "B, pool: Raw, from: now")
+    text = (
+        text.replace("right: B", "right: '${NO}'").replace("in: A", "inn: AA").replace("value: null", "value: rand()")
+    )
+    keys = ["imputs", "inputs[1].from", "transforms[0].right", "transforms[1].inn", "transforms[1].value"]
+    assert [problem.key for problem in problems(tmp_path, text)] == keys
+
+
+def test_a_shape_lacks_no_field_that_a_rule_with_a_problem_may_make(tmp_path: Path) -> None:
+    shaped = GOOD.replace("C, pool: Staging}", "C, pool: Staging, shape: {value: {m: value.more}}}")
+    text = shaped.replace("left.key = right.key", "left.key > right.key")
+    assert [problem.key for problem in problems(tmp_path, text)] == ["transforms[0].join-on"]
+
+
+def test_outputs_with_a_problem_share_no_pool(tmp_path: Path) -> None:
+    two = GOOD.replace("pool: Staging}\n", "pool: '${NO}'}\n  - {topic: D, pool: '${NO}'}\n")
+    copy = "  - {type: stateless, where: value.op = 'u', in: A, out: D, key: in.key, value: in.value}\n"
+    assert [problem.key for problem in problems(tmp_path, two + copy)] == ["outputs[0].pool", "outputs[1].pool"]
+
+
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [

@@ -72,9 +72,22 @@ def test_all_inputs_of_a_pattern_may_have_one_output(tmp_path: Path) -> None:
 def test_an_output_that_no_input_of_a_pattern_has_is_one_problem(tmp_path: Path) -> None:
     with pytest.raises(PipelineFileError) as raised:
         loaded(tmp_path, FILE.replace('{topic: "{topic}.clean", pool', '{topic: "{topic}.tidy", pool'))
-    found = [problem for problem in raised.value.problems if problem.key.startswith("transforms")]
+    found = raised.value.problems
     assert [(problem.line, problem.key) for problem in found] == [(16, "transforms[0].out[0].topic")]
     assert "`{topic}.clean` is no output of this file" in found[0].message
+
+
+def test_an_output_follows_from_its_rule_s_pattern(tmp_path: Path) -> None:
+    for old, new, key in (
+        ("in: shop.*", "in: shops.*", "transforms[0].in"),
+        ("in: shop.*", "inn: shop.*", "transforms[0].inn"),
+        ("inputs:", "imputs:", "imputs"),
+    ):
+        with pytest.raises(PipelineFileError) as raised:
+            loaded(tmp_path, FILE.replace(old, new))
+        assert [problem.key for problem in raised.value.problems] == [key]
+    with pytest.raises(PipelineFileError, match=r"outputs.3..topic: is in no rule for a pattern of inputs"):
+        loaded(tmp_path, FILE.replace("transforms:", '  - {topic: "{topic}.x", pool: Staging}\ntransforms:'))
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,14 @@ def problems(folder: Path, *rules: str) -> list[str]:
     return [f"{problem.key}: {problem.message}" for problem in caught.value.problems]
 
 
+@pytest.mark.parametrize(
+    "text", ["oo JOIN c ON oo.a = c.a", "o AS oo JOIN c ON oo.a = c.a", "o oo JOIN c ON oo.a = c.a"]
+)
+def test_an_alias_that_from_alone_has_is_one_problem(tmp_path: Path, text: str) -> None:
+    [problem] = problems(tmp_path, rule(from_=text, where="oo.b", key="{id: oo.id}", value="{n: sum(oo.n)}"))
+    assert problem.startswith("transforms[0].from: `")
+
+
 def test_a_view_is_its_tables_and_its_joins(tmp_path: Path) -> None:
     [found] = read(tmp_path, rule())
     value: Shape = {
