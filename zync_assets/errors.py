@@ -60,7 +60,7 @@ class ZyncError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One error of a pipeline file. ``line`` counts from 1; ``key`` is the dotted path of the key.
+    """One error of a pipeline file. ``line`` counts from 1, and 0 is the file as a whole; ``key`` is the dotted path of the key.
 
     >>> from zync_assets import Problem
     >>> str(Problem(3, "inputs[0].pool", "is missing"))
@@ -74,7 +74,9 @@ class Problem:
     """The keys whose other problems follow from this one."""
 
     def __str__(self) -> str:
-        return f"line {self.line}: {self.key}: {self.message}" if self.key else f"line {self.line}: {self.message}"
+        return ": ".join(
+            [*([f"line {self.line}"] if self.line else []), *([self.key] if self.key else []), self.message]
+        )
 
 
 class PipelineFileError(ZyncError):
@@ -93,7 +95,7 @@ class PipelineFileError(ZyncError):
     def __init__(self, path: str, problems: Sequence[Problem]) -> None:
         self.path = path
         self.problems = tuple(problems)
-        super().__init__("\n".join(f"{path}, {problem}" for problem in self.problems))
+        super().__init__("\n".join(f"{path}{', ' if problem.line else ': '}{problem}" for problem in self.problems))
 
 
 class SetupError(ZyncError):

@@ -75,10 +75,12 @@ def _is_ordered(model: Pipeline, rule: Rule) -> bool:
 def _report_bad(error: PipelineFileError, fmt: Format) -> None:
     for problem in error.problems:
         if fmt == "json":
-            print_json({"file": error.path, "line": problem.line, "key": problem.key, "message": problem.message})
+            print_json(
+                {"file": error.path, "line": problem.line or None, "key": problem.key, "message": problem.message}
+            )
         else:
-            key = f"{problem.key}: " if problem.key else ""
-            click.echo(f"{error.path}:{problem.line}: {key}{problem.message}")
+            place = f"{error.path}:{problem.line}" if problem.line else error.path
+            click.echo(": ".join([place, *([problem.key] if problem.key else []), problem.message]))
 
 
 _WIDTH = 100

@@ -164,7 +164,7 @@ def home_kafka(env: Mapping[str, str]) -> dict[str, str]:
     skip_verify = values.get("tls_server_insecure_skip_verify")
     if skip_verify is not None:
         if skip_verify not in ("true", "false"):
-            raise PipelineFileError(str(path), [Problem(1, "tls_server_insecure_skip_verify", "must be true or false")])
+            raise PipelineFileError(str(path), [Problem(0, "tls_server_insecure_skip_verify", "must be true or false")])
         properties["enable.ssl.certificate.verification"] = "false" if skip_verify == "true" else "true"
     return properties
 
@@ -176,7 +176,7 @@ def home_registry(env: Mapping[str, str]) -> RegistryConfig | None:
     if not url:
         return None
     if not url.startswith(("http://", "https://")):
-        raise PipelineFileError(str(path), [Problem(1, "url", "must begin with http:// or https://")])
+        raise PipelineFileError(str(path), [Problem(0, "url", "must begin with http:// or https://")])
     return RegistryConfig(url, {**({"basic.auth.user.info": f"{user}:{password}"} if user else {}), **values})
 
 
@@ -191,18 +191,18 @@ def _read(env: Mapping[str, str], name: str, names: tuple[str, ...]) -> tuple[Pa
         return path, {}
     except (OSError, ValueError) as error:
         # Not the parser's words: they could repeat a secret.
-        problem = Problem(getattr(error, "lineno", 1), "", "can't be read as JSON; correct it, or take it away")
+        problem = Problem(getattr(error, "lineno", 0), "", "can't be read as JSON; correct it, or take it away")
         raise PipelineFileError(str(path), [problem]) from None
     if not isinstance(content, dict):
-        raise PipelineFileError(str(path), [Problem(1, "", "must be a JSON object")])
+        raise PipelineFileError(str(path), [Problem(0, "", "must be a JSON object")])
     problems: list[Problem] = []
     values: dict[str, str] = {}
     for key, value in content.items():
         if key not in names and "." not in key:
             cure = suggestion(key, names) or f"; known here: {word_list(names)}, and names with a dot"
-            problems.append(Problem(1, key, f"is no key that is known here{cure}"))
+            problems.append(Problem(0, key, f"is no key that is known here{cure}"))
         elif not isinstance(value, str | int | float):
-            problems.append(Problem(1, key, "must be one value"))
+            problems.append(Problem(0, key, "must be one value"))
         elif value != "":
             values[key] = str(value).lower() if isinstance(value, bool) else str(value)
     if problems:

@@ -146,14 +146,14 @@ def parse(text: str, env: Mapping[str, str]) -> tuple[Node | None, list[Problem]
 def _read_text(path: Path) -> tuple[str, Problem | None]:
     try:
         if not path.exists():
-            return "", Problem(1, "", "there is no such file")
+            return "", Problem(0, "", f"does not exist{_looked_in(path)}; name a pipeline file that does")
         if not path.is_file():
-            return "", Problem(1, "", "is no file")
+            return "", Problem(0, "", "is a folder or the like; name a pipeline file")
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "the name is no path"
-        return "", Problem(1, "", f"can't be read: {reason}")
+        return "", Problem(0, "", f"can't be read: {reason}")
     if len(data) > MAX_BYTES:
         return "", Problem(1, "", f"the file is larger than {MAX_BYTES >> 10} KiB; no pipeline needs that")
     try:
@@ -161,6 +161,11 @@ def _read_text(path: Path) -> tuple[str, Problem | None]:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         return "", Problem(line, "", "is not UTF-8; save the file as UTF-8")
+
+
+def _looked_in(path: Path) -> str:
+    """The folder that a relative path begins in."""
+    return "" if path.is_absolute() else f" in {Path.cwd()}"
 
 
 class _Stop(Exception):

@@ -597,10 +597,23 @@ def test_aliases_can_t_multiply(tmp_path: Path) -> None:
 
 
 def test_no_such_file_no_file_and_no_text(tmp_path: Path) -> None:
-    for path, message in [(tmp_path / "x.yaml", "no such file"), (tmp_path, "is no file"), (tmp_path / "b", "UTF-8")]:
+    for path, message in [
+        (tmp_path / "x.yaml", "x.yaml: does not exist; name a pipeline file"),
+        (tmp_path, f"{tmp_path}: is a folder"),
+        (tmp_path / "b", "b, line 2: is not UTF-8"),
+    ]:
         (tmp_path / "b").write_bytes(b"a: 1\nb: \xff")
         with pytest.raises(PipelineFileError, match=message):
             load(path, {})
+
+
+def test_a_file_that_is_missing_has_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = CliRunner().invoke(validate, ["shop.yaml"])
+    assert run.exit_code == 1
+    assert run.output == f"shop.yaml: does not exist in {tmp_path}; name a pipeline file that does\n"
+    run = CliRunner().invoke(validate, ["shop.yaml", "--format", "json"])
+    assert json.loads(run.output)["line"] is None
 
 
 def test_all_errors_at_once_in_the_order_of_lines(tmp_path: Path) -> None:
