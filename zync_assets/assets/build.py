@@ -9,6 +9,7 @@ file whose definitions the process holds. A file that is built again takes the p
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ from zync_assets.assets.sensor import build_sensor
 from zync_assets.checks.state_checks import ROWS_MATCH
 from zync_assets.errors import SetupError
 from zync_assets.pipeline import Pipeline, pool_path
+from zync_assets.pipeline_file.loader import load_pipeline
 
 # Dagster keeps the variables of the function that makes the first Definitions of a process. Here there are none.
 Definitions()
@@ -150,7 +152,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 def build_definitions(
-    pipeline: Pipeline,
+    pipeline: Pipeline | str | os.PathLike[str],
     *,
     kafka: KafkaResource | None = None,
     registry: RegistryResource | None = None,
@@ -163,6 +165,7 @@ def build_definitions(
 ) -> Definitions:
     """Assets, checks, jobs, the sensor and the resources of a pipeline. Needs neither network nor JVM.
 
+    ``pipeline``: a pipeline, or the path of its file.
     The result merges with definitions of your own and of other pipelines. Jobs, ops, resources and the sensor end in
     the pipeline's name. No executor is set but that of the pipeline's jobs.
 
@@ -194,6 +197,7 @@ def build_definitions(
         >>> [job.name for job in shop.jobs]
         ['ingest_orders_of_shop', 'check_shop']
     """
+    pipeline = pipeline if isinstance(pipeline, Pipeline) else load_pipeline(pipeline)
     names = Names(with_connections(pipeline, kafka, registry), tuple(_parts(key_prefix)))
     labels = AssetLabels(
         tuple([f"team:{pipeline.name}"] if owners is None else owners),

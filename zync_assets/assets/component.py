@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from dagster import (
     Component,
@@ -12,6 +12,7 @@ from dagster import (
     Definitions,
     Model,
     Resolvable,
+    Resolver,
     Scaffolder,
     ScaffoldRequest,
     scaffold_component,
@@ -57,7 +58,9 @@ class ZyncPipelineComponent(Component, Model, Resolvable):
     ['shop/Raw/orders', 'shop/kafka/orders']
     """
 
-    pipeline: str = Field(description="The pipeline file; a relative path begins at the folder of defs.yaml.")
+    pipeline: Annotated[str | Path, Resolver.default(model_field_type=str)] = Field(
+        description="The pipeline file; a relative path begins at the folder of defs.yaml."
+    )
     key_prefix: str | Sequence[str] = Field(
         default=(), description="The first parts of every asset key: a list, or a string with slashes."
     )

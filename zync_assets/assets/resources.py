@@ -9,6 +9,7 @@ A run has one Spark session, which starts at its first use. Checks therefore sta
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from dagster import ConfigurableResource, DagsterInvalidConfigError, InitResourceContext, ResourceDefinition, resource
 from dagster_pyspark import LazyPySparkResource
 from dagster_spark.utils import flatten_dict
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from zync_assets.errors import SetupError
 from zync_assets.pipeline import Pipeline, RegistryConfig
@@ -35,6 +36,16 @@ def _secret(description: str) -> Any:
     return Field(
         default=None, repr=False, description=f"{description} Give an EnvVar: Dagster's pages show what is not one."
     )
+
+
+def _path_text(value: object) -> object:
+    """A path as text. Dagster's configuration has text alone."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+_paths_as_text = field_validator("ssl_ca_location", "ssl_certificate_location", "ssl_key_location", mode="before")(
+    _path_text
+)
 
 
 class KafkaResource(ConfigurableResource, extra="forbid", hide_input_in_errors=True):
@@ -76,6 +87,7 @@ class KafkaResource(ConfigurableResource, extra="forbid", hide_input_in_errors=T
     ssl_key_location: str | None = Field(default=None, description="The client's key.")
     ssl_key_password: str | None = _secret("Of the client's key.")
     properties: dict[str, str] = Field(default={}, repr=False, description="Any other property of librdkafka.")
+    _paths = _paths_as_text
 
     def settings(self) -> dict[str, str]:
         """The properties as librdkafka spells them; SetupError for an environment variable that is not there."""
@@ -100,6 +112,7 @@ class RegistryResource(ConfigurableResource, extra="forbid", hide_input_in_error
     ssl_key_location: str | None = Field(default=None, description="The client's key.")
     ssl_key_password: str | None = _secret("Of the client's key.")
     properties: dict[str, str] = Field(default={}, repr=False, description="Any other property of Confluent's client.")
+    _paths = _paths_as_text
 
     def settings(self) -> dict[str, str]:
         """The properties as Confluent's client spells them; SetupError for an environment variable that is not there."""

@@ -225,7 +225,7 @@ _WRONG_REMOTE = f"must be sc://host:port, with /;token=… and the like after it
 _HEX = re.compile(r"hex:([0-9A-Fa-f]{2})+")
 
 
-def load_pipeline(path: Path | str, env: Mapping[str, str] = os.environ) -> Pipeline:
+def load_pipeline(path: str | os.PathLike[str], env: Mapping[str, str] = os.environ) -> Pipeline:
     """The pipeline of a file. Needs no broker, registry, lake or JVM.
 
     ``env``: the variables that ``${NAME}`` in the file stands for.

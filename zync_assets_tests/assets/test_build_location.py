@@ -9,6 +9,7 @@ from dagster import (
     AssetIn,
     AssetKey,
     AssetsDefinition,
+    ComponentTree,
     DagsterInstance,
     Definitions,
     asset,
@@ -17,7 +18,7 @@ from dagster import (
     multiprocess_executor,
 )
 
-from zync_assets import SetupError, build_definitions, load_pipeline
+from zync_assets import PipelineFileError, SetupError, ZyncPipelineComponent, build_definitions, load_pipeline
 from zync_assets.assets.names import Names
 from zync_assets.assets.runs import ActiveRuns
 from zync_assets.pipeline import Pipeline
@@ -231,3 +232,14 @@ def test_a_run_of_a_job_under_its_earlier_name_counts_as_under_way(tmp_path: Pat
         instance.create_run_for_job(old.resolve_job_def(job.removesuffix("_of_a")), tags={"zync/pipeline": "a"})
         assert "is not_started" in (ActiveRuns(instance).holds(job, []) or "")
         assert ActiveRuns(instance).holds(Names(pipeline(tmp_path, "b", topic)).ingest_job(topic), []) is None
+
+
+def test_a_pipeline_may_be_the_path_of_its_file(tmp_path: Path, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline(tmp_path, "a", topic)
+    monkeypatch.chdir(tmp_path)
+    made = keys(build_definitions(load_pipeline("a.yaml")))
+    assert keys(build_definitions("a.yaml")) == keys(build_definitions(tmp_path / "a.yaml")) == made
+    component = ZyncPipelineComponent(pipeline=tmp_path / "a.yaml")
+    assert keys(component.build_defs(ComponentTree.for_test().load_context)) == made
+    with pytest.raises(PipelineFileError, match=r"b\.yaml: does not exist"):
+        build_definitions("b.yaml")

@@ -60,6 +60,13 @@ def test_the_registry_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hidden" not in f"{found!r} {resource!r}"
 
 
+def test_the_place_of_a_file_may_be_a_path() -> None:
+    files: dict[str, Any] = {"ssl_ca_location": Path("/ca.pem"), "ssl_key_location": "/key.pem"}
+    found = {"ssl.ca.location": "/ca.pem", "ssl.key.location": "/key.pem"}
+    assert KafkaResource(bootstrap_servers="b", **files).settings() == {"bootstrap.servers": "b", **found}
+    assert RegistryResource(url="http://r", **files).settings() == {"url": "http://r", **found}
+
+
 def test_no_repr_and_no_error_of_a_resource_shows_a_secret() -> None:
     kafka = KafkaResource(
         bootstrap_servers="b:9092",
