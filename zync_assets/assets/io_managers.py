@@ -33,7 +33,7 @@ from zync_assets.ingest.commit import RawCommit
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, RawBatch, plan_ingest, read_input
 from zync_assets.ingest.source import TopicSource
 from zync_assets.kafka.topics import topic_state
-from zync_assets.lake import raw, staging
+from zync_assets.lake import raw, staging, storage
 from zync_assets.lake.raw import RawState, raw_files
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, format_key, key_of, normalize
@@ -44,6 +44,7 @@ from zync_assets.runner import commit_etl, confirm_ends, ingest_once, publish_on
 from zync_assets.sinks.commit import WRITE_OUTCOME
 from zync_assets.sinks.plan import SinkBatch, plan_sink
 from zync_assets.sinks.steps import read_sink, sink_table
+from zync_assets.spark.failures import spark_failures
 from zync_assets.spark.frames import output_frame, raw_frame
 
 if TYPE_CHECKING:
@@ -52,16 +53,17 @@ if TYPE_CHECKING:
 
 def records_as(frame: DataFrame, kind: object, place: str) -> object:
     """A Spark DataFrame as ``kind``: itself (where the argument has no annotation, too), a pyarrow Table, or a polars
-    LazyFrame. The last two bring all rows into this process. LakeError for another type."""
+    LazyFrame. The last two bring all rows into this process. LakeError for another type, and for rows that can't be read."""
     name = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', kind)}"
     if kind is Any or (name.startswith("pyspark.sql.") and name.endswith(".DataFrame")):
         return frame
-    if kind is pa.Table:
-        return frame.toArrow()
-    if name.startswith("polars.") and name.endswith(".LazyFrame"):
-        import polars
+    with spark_failures(lambda text: LakeError(f"{place} can't be read: {text}")):
+        if kind is pa.Table:
+            return frame.toArrow()
+        if name.startswith("polars.") and name.endswith(".LazyFrame"):
+            import polars
 
-        return polars.from_arrow(frame.toArrow()).lazy()  # type: ignore[union-attr]
+            return polars.from_arrow(frame.toArrow()).lazy()  # type: ignore[union-attr]
     raise LakeError(
         f"{place} can't be read as {name}. Annotate the argument with pyspark.sql.DataFrame, pyarrow.Table or"
         " polars.LazyFrame."
@@ -71,7 +73,11 @@ def records_as(frame: DataFrame, kind: object, place: str) -> object:
 def pool_frame(
     spark: SparkSession, pipeline: Pipeline, pool: str, topic: str, keys: Sequence[OffsetRange] | None
 ) -> DataFrame:
-    """The records of a topic in a pool, of some ranges or (None) all. LakeError where there is no table yet."""
+    """The records of a topic in a pool, of some ranges or (None) all. LakeError where there is no table yet.
+
+    The frame is lazy, and Spark would report a missing or damaged file in the asset's own code. A look at the files therefore
+    comes first: LakeError names the file.
+    """
     if pool in pipeline.staging_pools:
         state = staging.open_staging(pipeline.lake, pool)
         if state is None:
@@ -81,12 +87,16 @@ def pool_frame(
             for (name, partition), item in state.head.outputs.items()
             if name == topic
         ]
-        return output_frame(spark, state, topic, whole if keys is None else normalize(keys))
+        parts = whole if keys is None else normalize(keys)
+        storage.require_files(state.table.uri, [item.path for item in state.output_files(topic, parts)])
+        return output_frame(spark, state, topic, parts)
     raw_state = raw.open_raw(pipeline.lake, pool, topic)
     if raw_state is None:
         raise LakeError(f"{table_name(pool, topic)} has no table yet. Ingest the topic first.")
     ranges = None if keys is None else normalize(keys)
-    frame = raw_frame(spark, raw_state, raw_files(raw_state, ranges))
+    files = raw_files(raw_state, ranges)
+    storage.require_files(raw_state.table.uri, [item.path for item in files])
+    frame = raw_frame(spark, raw_state, files)
     if ranges is None:
         return frame
     inside = " OR ".join(

@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -41,6 +42,8 @@ from zync_assets.pipeline import NO_SETTINGS, LakeUri
 
 BATCH_BYTES = 64 << 20
 """Bytes of a Parquet file's rows, before compression, that are read at once."""
+_FOOTERS = 16
+"""Footers of files that are read side by side."""
 
 
 def join(base: str, *parts: str) -> str:
@@ -244,6 +247,20 @@ def read_batches(
     mean = max((size / rows for size, rows in sizes if rows), default=1.0)
     count = max(1, min(most, int(BATCH_BYTES / max(1.0, mean))))
     yield from file.iter_batches(count, row_groups=None if groups is None else list(groups), columns=columns)
+
+
+def require_files(uri: str, paths: Sequence[str]) -> None:
+    """LakeError for a Parquet file of a table that is missing, cut off or no Parquet. Reads the footers of the files alone."""
+
+    def require(path: str) -> None:
+        place = join(uri, path)
+        system, name = filesystem(place)
+        with access_errors(place, "can't be read"):
+            pq.read_metadata(name, filesystem=system)
+
+    with ThreadPoolExecutor(_FOOTERS) as threads:
+        for _ in threads.map(require, paths):
+            pass
 
 
 def remove_files(uri: str) -> None:

@@ -267,6 +267,51 @@ def test_an_asset_of_ones_own_says_how_it_wants_its_rows(rig: Rig) -> None:
     assert "Annotate the argument with pyspark.sql.DataFrame, pyarrow.Table or polars.LazyFrame" in failures(refused)[0]
 
 
+def test_an_asset_of_ones_own_names_the_damaged_file_that_it_would_read(rig: Rig) -> None:
+    rig.send(rig.orders, orders(1, 2))
+    rig.send(rig.payments, payments(1))
+    run_steps(rig.pipeline)
+
+    @asset(ins={"rows": AssetIn(rig.names.pool_key("Staging", rig.sales))})
+    def with_spark(rows: DataFrame) -> int:
+        return rows.count()
+
+    @asset(ins={"rows": AssetIn(rig.names.pool_key("Staging", rig.sales))})
+    def with_arrow(rows: pa.Table) -> None: ...
+
+    @asset(ins={"rows": AssetIn(rig.names.pool_key("Raw", rig.orders))})
+    def with_raw(rows: DataFrame) -> int:
+        return rows.count()
+
+    own = [with_spark, with_arrow, with_raw]
+    job = Definitions.merge(
+        build_definitions(rig.pipeline), Definitions(assets=own)
+    ).resolve_implicit_global_asset_job_def()
+    state, kept = (
+        staging.open_staging(rig.pipeline.lake, "Staging"),
+        raw.open_raw(rig.pipeline.lake, "Raw", rig.orders),
+    )
+    assert state is not None and kept is not None
+    staged = Path(state.table.uri) / state.output_files(rig.sales, None)[0].path
+    ingested = Path(kept.table.uri) / raw.raw_files(kept)[0].path
+    whole = staged.read_bytes()
+    # The pages of a file that its footer does not belie are read by Spark alone.
+    for file, content, assets in (
+        (staged, whole[:-9], own[:2]),
+        (staged, b"PAR1" + bytes(len(whole) - 12) + whole[-8:], own[:2]),
+        (staged, bytes(4) + whole[4:12] + bytes(200) + whole[212:], own[1:2]),
+        (staged, None, own[:2]),
+        (ingested, b"no Parquet", own[2:]),
+    ):
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+        for item in assets:
+            done = job.execute_in_process(instance=rig.instance, asset_selection=[item.key], raise_on_error=False)
+            [failure] = failures(done)
+            assert file.name in failure and "Restore" in failure and "Spark" not in failure, failure
+
+
 def test_an_asset_without_partitions_reads_ranges_that_dagster_does_not_know_yet(rig: Rig) -> None:
     """The command line has moved the records, and no sensor has added keys. A key that is no range stands in nobody's way."""
     rig.send(rig.orders, orders(1, 2))
