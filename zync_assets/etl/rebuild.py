@@ -38,6 +38,7 @@ from zync_assets.etl.plan import EtlPlan, Recomputed, plan_etl
 from zync_assets.etl.positions import Bound
 from zync_assets.etl.retries import Reopening
 from zync_assets.etl.rules.kind import LACKING, OutputColumns, union
+from zync_assets.etl.rules.output_schemas import record_fields
 from zync_assets.etl.rules.shapes import COLUMN as HEADERS
 from zync_assets.etl.rules.shapes import made_sql, type_sql
 from zync_assets.etl.views.key_filter import checkpoint
@@ -193,11 +194,8 @@ def _unless_left_out(name: str) -> str:
 
 def has_field(schema: str, item: pa.Field) -> bool:
     """Whether the records of an output schema have a field of the value."""
-    found: Any = json.loads(schema)["value"]["schema"]
-    for branch in found if isinstance(found, list) else [found]:
-        if isinstance(branch, Mapping) and branch.get("type") == "record":
-            return any(each["name"] in (item.name, original(item)) for each in branch["fields"])
-    return True
+    fields = record_fields(json.loads(schema)["value"]["schema"])
+    return fields is None or any(each["name"] in (item.name, original(item)) for each in fields)
 
 
 def _topic_rows(transform: Transform, made: Recomputed, name: str) -> DataFrame | None:

@@ -208,20 +208,28 @@ def with_notes(kind: pa.DataType, notes: Notes, path: FieldPath = ()) -> pa.Data
     return kind
 
 
+def record_fields(schema: Any) -> Sequence[Mapping[str, Any]] | None:
+    """The fields of an output schema (Avro, as JSON has it) that is a record, or null or a record; None for another type."""
+    for branch in schema if isinstance(schema, list) else [schema]:
+        if isinstance(branch, dict) and branch.get("type") == "record":
+            return branch["fields"]
+    return None
+
+
 def required_fields(schema: Any, path: FieldPath = ()) -> Iterator[FieldPath]:
     """The paths of the fields, in structs alone, that an Avro schema (as JSON has it) has no null for."""
-    for field, kind in _fields(schema):
-        inner = (*path, field)
-        if not isinstance(kind, list):
+    for field in record_fields(schema) or ():
+        inner = (*path, field["name"])
+        if not isinstance(field["type"], list):
             yield inner
-        yield from required_fields(kind, inner)
+        yield from required_fields(field["type"], inner)
 
 
 def written_forms(schema: Any, path: str) -> Iterator[tuple[str, str]]:
     """The fields of an Avro schema that are long, string or record, by paths as ``codecs.avro.types.avro_schema`` has them: a
     type of the lake may have two of these forms."""
-    for field, kind in _fields(schema):
-        yield from written_forms(kind, f"{path}.{field}")
+    for field in record_fields(schema) or ():
+        yield from written_forms(field["type"], f"{path}.{field['name']}")
     for branch in schema if isinstance(schema, list) else [schema]:
         form = branch.get("type") if isinstance(branch, dict) else branch
         if form in ("long", "string", "record"):
@@ -230,12 +238,6 @@ def written_forms(schema: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from written_forms(branch["items"], f"{path}[]")
         if form == "map":
             yield from written_forms(branch["values"], f"{path}{{}}")
-
-
-def _fields(schema: Any) -> Iterator[tuple[str, Any]]:
-    for branch in schema if isinstance(schema, list) else [schema]:
-        if isinstance(branch, dict) and branch.get("type") == "record":
-            yield from ((field["name"], field["type"]) for field in branch["fields"])
 
 
 _NULLABLE = "?"
@@ -322,26 +324,18 @@ def _without(schema: Any, path: tuple[str, ...], paths: frozenset[str]) -> Any:
         if _NULLABLE + path_sql(inner) in paths and not isinstance(made, list):
             kept.append({**field, "type": ["null", made], "default": None})
             continue
-        if made == field["type"] or not _is_empty(made):
+        if made == field["type"] or record_fields(made) != []:
             kept.append({**field, "type": made})
     return {**schema, "fields": kept}
-
-
-def _is_empty(schema: Any) -> bool:
-    branches = schema if isinstance(schema, list) else [schema]
-    return any(isinstance(one, dict) and one.get("type") == "record" and not one["fields"] for one in branches)
 
 
 @lru_cache(maxsize=256)
 def is_empty(schema: str) -> bool:
     """Whether no field is left."""
-    return _is_empty(json.loads(schema))
+    return record_fields(json.loads(schema)) == []
 
 
 def value_fields(text: str) -> frozenset[str] | None:
     """The fields of an output schema's value; None for a value that is no record."""
-    schema: Any = json.loads(text)["value"]["schema"]
-    for branch in schema if isinstance(schema, list) else [schema]:
-        if isinstance(branch, dict) and branch.get("type") == "record":
-            return frozenset(item["name"] for item in branch["fields"])
-    return None
+    fields = record_fields(json.loads(text)["value"]["schema"])
+    return None if fields is None else frozenset(item["name"] for item in fields)

@@ -7,7 +7,7 @@ that are published never change.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zync_assets.codecs.arrays import pc
@@ -16,6 +16,7 @@ from zync_assets.errors import EtlError
 from zync_assets.etl.failures import Failure, Failures
 from zync_assets.etl.rules.assignment import has_schema
 from zync_assets.etl.rules.kind import Ordering
+from zync_assets.etl.rules.output_schemas import record_fields
 from zync_assets.etl.rules.shapes import key_fields, made_sql
 from zync_assets.etl.views.changes import latest_rows, record_rows, table_records
 from zync_assets.etl.views.query import same_sql
@@ -101,11 +102,10 @@ def state_counts(
 
 def _key_fields(schema: Any) -> str:
     """As ``shapes.key_fields``, of the schema of an output's keys, as JSON."""
-    for branch in schema if isinstance(schema, list) else [schema]:
-        if isinstance(branch, Mapping) and branch.get("type") == "record":
-            fields = ((original_name(item["name"]), _key_fields(item["type"])) for item in branch["fields"])
-            return f"{{{', '.join(sorted(name + inner for name, inner in fields))}}}"
-    return ""
+    fields = record_fields(schema)
+    if fields is None:
+        return ""
+    return f"{{{', '.join(sorted(original_name(item['name']) + _key_fields(item['type']) for item in fields))}}}"
 
 
 def refuse_other_keys(topic: str, live: DataFrame, head: Head, kinds: Collection[DataType]) -> None:

@@ -20,7 +20,7 @@ from zync_assets.codecs.fields import (
     field_with_notes,
     lacked_by,
 )
-from zync_assets.etl.rules.output_schemas import lacking_sql, written_forms
+from zync_assets.etl.rules.output_schemas import lacking_sql, record_fields, written_forms
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -39,6 +39,15 @@ def test_a_field_with_a_value_is_never_left_out(spark: SparkSession) -> None:
     )
     left_out = rows.selectExpr(f"array_compact(array({', '.join(found)})) AS paths").collect()
     assert [each["paths"] for each in left_out] == [[], ["value.c"], [], ["value.a.b.the street"], []]
+
+
+def test_the_fields_of_a_schema_are_those_of_its_record_beside_null_or_not() -> None:
+    record = {"type": "record", "name": "r", "fields": [{"name": "a", "type": ["null", "int"]}]}
+    assert record_fields(record) == record_fields(["null", record]) == record["fields"]
+    assert record_fields({**record, "fields": []}) == []
+    assert [record_fields(other) for other in ("string", ["null", "int"], {"type": "map", "values": record})] == [
+        None
+    ] * 3
 
 
 UTC = pa.timestamp("us", "UTC")
