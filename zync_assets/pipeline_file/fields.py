@@ -177,20 +177,21 @@ class Fields:
 
     def duration(self, key: str) -> int | None:
         """A time such as 30d, in milliseconds."""
-        text = self.text(key) if key in self else None
-        if text is None:
+        node = self.node(key)
+        if node is None:
             return None
-        match = _DURATION.fullmatch(text.strip())
+        match = _DURATION.fullmatch(node.text.strip()) if isinstance(node, Scalar) else None
         if match is None or not int(match[1]):
             self.problem(key, "must be a time, such as 90m, 12h, 30d or 8w")
             return None
         return int(match[1]) * _MILLIS[match[2]]
 
-    def table(self, key: str) -> YamlTable | None:
+    def table(self, key: str, form: str = "") -> YamlTable | None:
+        """A mapping. ``form``: what to write in place of another node."""
         node = self.node(key)
         if node is None or isinstance(node, YamlTable):
             return node
-        self.problem(key, f"must be a mapping, not {kind(node)}")
+        self.problem(key, f"must be a mapping, not {kind(node)}{form and f'; write {form}'}")
         return None
 
     def flat(self) -> dict[str, str]:
@@ -210,8 +211,8 @@ class Fields:
         return properties
 
 
-def tables(node: Node | None, path: str, problems: list[Problem]) -> list[tuple[str, YamlTable]]:
-    """(path, mapping) for each mapping of a list. A single mapping counts as a list of one."""
+def tables(node: Node | None, path: str, problems: list[Problem], form: str = "") -> list[tuple[str, YamlTable]]:
+    """(path, mapping) for each mapping of a list. A single mapping counts as a list of one. ``form``: as ``Fields.table``."""
     if isinstance(node, YamlTable):
         return [(path, node)]
     if not isinstance(node, Items):
@@ -222,5 +223,6 @@ def tables(node: Node | None, path: str, problems: list[Problem]) -> list[tuple[
         if isinstance(item, YamlTable):
             mappings.append((inner if item.at is None else f"{path}[{item.at}]", item))
         else:
-            problems.append(Problem(item.line, inner, f"must be a mapping, not {kind(item)}"))
+            message = f"must be a mapping, not {kind(item)}{form and f'; write {form}'}"
+            problems.append(Problem(item.line, inner, message))
     return mappings

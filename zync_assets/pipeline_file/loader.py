@@ -97,17 +97,18 @@ def _place(fields: Fields, key: str, text: str, settings: Mapping[str, str], pat
 
 
 def _check(fields: Fields, store: StoreKind, settings: Mapping[str, str]) -> None:
-    for name in settings:
-        if name not in store.settings and name not in GENERAL and not name.startswith(store.prefix):
-            names = ("uri", *store.settings)
-            fields.problem(
-                name,
-                f"is no setting of {store.name}; there are {word_list(names)}, and delta-rs's own storage options"
-                f" ({store.prefix}…){suggestion(name, names)}",
-            )
+    unknown = [name for name in settings if not (name in (*store.settings, *GENERAL) or name.startswith(store.prefix))]
+    for name in unknown:
+        names = ("uri", *store.settings)
+        fields.problem(
+            name,
+            f"is no setting of {store.name}; there are {word_list(names)}, and delta-rs's own storage options"
+            f" ({store.prefix}…){suggestion(name, names)}",
+        )
     if "endpoint" in settings and not re.match(r"https?://[^\s/]", settings["endpoint"]):
         fields.problem("endpoint", "must begin with http:// or https:// and a host")
-    if ("access-key-id" in settings) != ("secret-access-key" in settings):
+    # A misspelt setting may be the partner.
+    if not unknown and ("access-key-id" in settings) != ("secret-access-key" in settings):
         key, partner = sorted(("access-key-id", "secret-access-key"), key=lambda name: name not in settings)
         fields.problem(key, f"takes {partner}: beside it")
 
@@ -325,18 +326,20 @@ def _name(fields: Fields, path: Path) -> str:
 
 
 def _kafka(fields: Fields) -> dict[str, str]:
-    table = fields.table("kafka")
+    table = fields.table("kafka", "{bootstrap.servers: 'host:9092'}")
     if table is None:
         return {}
     kafka = Fields(table, "kafka", fields.problems, None)
     properties = kafka.flat()
+    for key in [name for name in properties if name in _KAFKA]:
+        kafka.problem(key, f"is a key of zync's kafka.json; write {_KAFKA[key]}, as librdkafka spells it")
     if "oauth_cb" in properties and not _FUNCTION.fullmatch(properties["oauth_cb"]):
         kafka.problem("oauth_cb", "must name a function, as in package.module:function")
     return properties
 
 
 def _registry(fields: Fields, env: Mapping[str, str], has_avro: bool) -> RegistryConfig | None:
-    table = fields.table("registry")
+    table = fields.table("registry", "{url: 'http://host:8081'}")
     if table is None:
         config = None if "registry" in fields else default_registry(env)
         if config is not None:
@@ -344,6 +347,9 @@ def _registry(fields: Fields, env: Mapping[str, str], has_avro: bool) -> Registr
         return RegistryConfig(DEFAULT_REGISTRY) if has_avro else None
     registry = Fields(table, "registry", fields.problems, None)
     properties = registry.flat()
+    for key in properties if "url" not in registry else ():
+        if near := suggestion(key, ("url",)):
+            registry.problem(key, f"is no property of the registry's client{near}")
     url = properties.pop("url", DEFAULT_REGISTRY)
     if not re.match(r"https?://[^\s/]", url):
         registry.problem("url", "must begin with http:// or https:// and a host")
@@ -382,7 +388,7 @@ def _spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:
     if remote := env.get("SPARK_REMOTE"):
         # As PySpark has it, and `shared`.
         default = {"remote": remote}
-    table = fields.table("spark")
+    table = fields.table("spark", "{master: 'local[*]'}")
     if table is None:
         return _check_default(fields, default)
     spark = Fields(table, "spark", fields.problems, None)

@@ -131,6 +131,7 @@ def read_record_shape(
     return RecordShape(read_condition(fields, "where", over(roots)), sides)
 
 
+_FORM = "{topic: ..., pool: ...}"
 TOPIC = "{topic}"
 """The place of an input's topic in the output of a rule for a pattern."""
 NO_PATTERN = (
@@ -154,7 +155,7 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
         found = "is empty" if isinstance(node, Items) else f"must be a list, not {kind(node)}"
         fields.problem("inputs", f"{found}; write a list of {{topic: ..., pool: ...}}")
         node = None
-    mappings = tables(node, "inputs", fields.problems)
+    mappings = tables(node, "inputs", fields.problems, _FORM)
     inputs: dict[str, Input | None] = {**_unnamed(node, mappings)}
     lines: dict[str, tuple[str | None, int]] = {}
     pools: dict[str, str] = {}
@@ -185,6 +186,7 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
                 "topic",
                 f"`{topic}` is read {where}already (line {first_line}); a topic is read into one pool, once",
             )
+            inputs[UNNAMED] = None
             continue
         lines[topic] = (pool, line)
         good = pool is not None and len(fields.problems) == before
@@ -211,7 +213,7 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
         found = "is empty" if isinstance(node, Items) else f"must be a list or a mapping, not {kind(node)}"
         fields.problem(name, f"{found}; write a list of {{topic: ..., pool: ...}}")
     raw = {pool.lower(): (pool, line) for pool, line in input_lines.values() if pool is not None}
-    mappings = tables(node, name, fields.problems)
+    mappings = tables(node, name, fields.problems, _FORM)
     outputs: dict[str, Output | None] = {**_unnamed(node, mappings)}
     lines: dict[str, int] = {}
     pools: dict[str, str] = {}
@@ -243,11 +245,13 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
                 "topic",
                 f"`{topic}` is an input too (line {line}); an output is no input of the same pipeline",
             )
+            outputs[UNNAMED] = None
         if topic in lines:
             item.problem(
                 "topic",
                 f"`{topic}` is an output already (line {lines[topic]}); a topic is written from one pool, once",
             )
+            outputs[UNNAMED] = None
             continue
         lines[topic] = item.line_of("topic")
         good = pool is not None and len(fields.problems) == before
