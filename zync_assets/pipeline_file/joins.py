@@ -156,7 +156,8 @@ class _Reader:
             self.problems.append(f"nothing follows ON of {alias}; write {example}")
             return None
         text = self.sql[tokens[1].start : tokens[-1].end + 1]
-        later = {name.lower() for name in self.names.values() if name not in self.joined}
+        # An alias that is not known may be a misspelt one.
+        later = {name.lower() for name in self.names.values() if name not in self.joined and not self.unknown}
         rows = {**dict.fromkeys(self.unknown, False), **self.rows}
         problems = [f"ON of {alias}: {message}" for message in check_rows(text, rows)]
         try:

@@ -63,6 +63,13 @@ def test_an_alias_that_from_alone_has_is_one_problem(tmp_path: Path, text: str) 
     assert problem.startswith("transforms[0].from: `")
 
 
+def test_one_fault_of_a_view_is_one_problem(tmp_path: Path) -> None:
+    [misspelt] = problems(tmp_path, rule(from_="oo JOIN c ON o.customer_id = c.id", value="{id: o.id}"))
+    assert "`oo` is no alias" in misspelt
+    [missing] = problems(tmp_path, rule(key=None))
+    assert "key: is missing" in missing
+
+
 def test_a_view_is_its_tables_and_its_joins(tmp_path: Path) -> None:
     [found] = read(tmp_path, rule())
     value: Shape = {
