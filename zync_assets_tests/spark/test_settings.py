@@ -26,3 +26,10 @@ def test_s3_has_hadoop_s_own_class_for_its_buffers(tmp_path: Path) -> None:
     assert FILES in spark_settings({}, str(tmp_path))
     assert FILES not in spark_settings({"jars": "/jars/hadoop-aws-3.4.2.jar"}, str(tmp_path))
     assert spark_settings({"hadoop.fs.file.impl": "org.example.Files"}, str(tmp_path))[FILES] == "org.example.Files"
+
+
+def test_a_short_session_collects_garbage_often() -> None:
+    interval = "spark.cleaner.periodicGC.interval"
+    assert spark_settings({})[interval] == "20s"
+    assert interval not in spark_settings({}, long=True)
+    assert spark_settings({"cleaner.periodicGC.interval": "1h"})[interval] == "1h"
