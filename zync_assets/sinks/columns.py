@@ -32,7 +32,6 @@ from zync_assets.sinks.fold import (
     Mask,
     PartialRecords,
     Records,
-    unavailable,
 )
 from zync_assets.sinks.target import Column, TableSpec, Target, checked_times, in_units, time_of
 from zync_assets.spark.sql import name_sql
@@ -257,9 +256,9 @@ def make_layout(
     if envelope:
         root, kind = "value.after", kind.field("after").type
         deletes = f"CASE WHEN {NO_VALUE} OR value.op = 'd' THEN true WHEN value.after IS NOT NULL THEN false END"
-    unsent = placeholder if sink.mode == "upsert" and not table.staged else None
-    partial = PartialRecords(root, kind, {name: value_fields(text) for name, text in schemas.items()}, unsent)
-    values = {item.column.name: item for item in _side(root, kind, "value", partial.placeholder)}
+    fields, is_raw = {name: value_fields(text) for name, text in schemas.items()}, not table.staged
+    partial = PartialRecords(root, kind, fields, is_raw and sink.mode == "upsert", placeholder)
+    values = {item.column.name: item for item in _side(root, kind, "value", partial)}
     keys = _key(sink, table, sides, values)
     if sink.mode == "insert":
         places = [_coordinate(name, f"kafka_{name}") for name in COORDINATES]
@@ -415,8 +414,8 @@ def _coordinate(name: str, column: str) -> SourceColumn:
     return SourceColumn(Column(column, _COORDINATE_TYPES[name], f"kafka.{name}"), f"kafka.{name}", path=("kafka", name))
 
 
-def _side(root: str, kind: pa.DataType, side: str, placeholder: str | None = None) -> Iterator[SourceColumn]:
-    """The columns of a key or a value: a struct's fields, or the one value itself. ``placeholder``: as ``PartialRecords``."""
+def _side(root: str, kind: pa.DataType, side: str, partial: PartialRecords | None = None) -> Iterator[SourceColumn]:
+    """The columns of a key or a value: a struct's fields, or the one value itself. ``partial``: of a value."""
     if pa.types.is_null(kind):
         return
     if not pa.types.is_struct(kind):
@@ -428,7 +427,7 @@ def _side(root: str, kind: pa.DataType, side: str, placeholder: str | None = Non
         own, units = time_of(item, note)
         column = Column(name, own, f"{side}.{name}", note=note.name)
         source_name, path = name if side == "value" else None, (*root.split("."), item.name)
-        unset = unavailable(root, item, placeholder)
+        unset = partial.unset(item) if partial is not None else None
         yield SourceColumn(column, f"{root}.{name_sql(item.name)}", source_name, path, units, unset)
 
 

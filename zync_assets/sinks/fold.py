@@ -26,8 +26,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.fields import fields_of
+from zync_assets.codecs.fields import fields_of, lacking
 from zync_assets.codecs.spark_types import original_name, spark_type
+from zync_assets.spark import frames
 from zync_assets.spark.sql import is_placeholder, name_sql, path_sql, text_sql
 
 OP, SET, OFFSET, CREATION = "zync_op", "zync_set", "zync_offset", "zync_creation"
@@ -165,14 +166,27 @@ def comparable(values: pa.Array) -> pa.Array:
 class PartialRecords:
     """The records that leave out fields of their row.
 
-    ``root``, ``kind``: SQL and type of the row. ``schemas``: as ``columns.Layout``. ``placeholder``: Debezium's text for a value
-    that it did not send; None: every value was sent.
+    ``root``, ``kind``: SQL and type of the row. ``schemas``: as ``columns.Layout``. ``is_raw``: whether the rows are of a raw
+    table. Of such rows, the writer's schema may lack a field, and a value may be ``placeholder``, Debezium's text for a value
+    that it did not send (None: every value was sent).
     """
 
     root: str
     kind: pa.DataType
     schemas: Mapping[str, frozenset[str] | None]
+    is_raw: bool
     placeholder: str | None
+
+    def unset(self, item: pa.Field) -> str | None:
+        """Whether a record leaves out a field of its row, as SQL that may be null; None if no record of a raw table does."""
+        if not self.is_raw:
+            return None
+        column, ids = f"{self.root}.{name_sql(item.name)}", ", ".join(map(str, lacking(item)))
+        found = [f"kafka.{frames.SCHEMA_IDS[1]} IN ({ids})"] if ids else []
+        if self.placeholder is not None:
+            sql = is_placeholder(column, spark_type(item.type), self.placeholder)
+            found += [] if sql is None else [sql]
+        return " OR ".join(f"coalesce({sql}, false)" if len(found) > 1 else sql for sql in found) or None
 
     def lacks(self, sql: str) -> Iterator[str]:
         """The conditions, any of which says that a record leaves out a field that an expression names."""
@@ -198,12 +212,5 @@ class PartialRecords:
             texts = ", ".join(text_sql(path_sql(path)) for path in left)
             yield f"coalesce(arrays_overlap(left_out, array({texts})), false)"
         for item, _ in named:
-            if (condition := unavailable(self.root, item, self.placeholder)) is not None:
+            if (condition := self.unset(item)) is not None:
                 yield f"coalesce({condition}, false)"
-
-
-def unavailable(root: str, item: pa.Field, placeholder: str | None) -> str | None:
-    """Whether a field of a row is Debezium's placeholder, as SQL; None for a field that can't be."""
-    if placeholder is None:
-        return None
-    return is_placeholder(f"{root}.{name_sql(item.name)}", spark_type(item.type), placeholder)

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.fields import has_lacking
 from zync_assets.codecs.spark_types import arrow_type
 from zync_assets.errors import DataLoss, SchemaError, SinkError
 from zync_assets.lake.log import DataFile
@@ -207,6 +208,7 @@ def plain_source(plan: SinkPlan, whole: Layout) -> PlainSource | None:
     sink, state, staged = plan.sink, plan.state, plan.table.staged
     is_plain = (
         sink.where is None
+        and not (isinstance(state, RawState) and sink.mode == "upsert" and _has_lacking(state))
         and not sink.added
         and all(
             item.path is not None
@@ -229,6 +231,11 @@ def plain_source(plan: SinkPlan, whole: Layout) -> PlainSource | None:
         keeps_deletes=sink.delete or not has_deletes,
         placeholder=placeholder_texts(plan.pipeline.unavailable_value or ""),
     )
+
+
+def _has_lacking(state: RawState) -> bool:
+    """Whether the schema of some writer lacks a field of the values."""
+    return "value" in state.schema.names and has_lacking(state.schema.field("value").type)
 
 
 def side_names(plan: SinkPlan) -> dict[str, str]:
@@ -270,8 +277,8 @@ def plan_sink(
         starts, ends = {p: item.base for p, item in known.items()}, {p: item.next for p, item in known.items()}
     else:
         state = snapshot.raw(table.topic)
-        # A target that keeps whole records also keeps the ids of their schemas.
-        if state is not None and open_target(sink).whole_records:
+        # A target that keeps whole records also keeps the ids of their schemas. The ids also say which fields a record lacks.
+        if state is not None and (open_target(sink).whole_records or _has_lacking(state)):
             state = replace(state, with_ids=True)
         starts = {} if state is None else {**state.first, **state.retention_start}
         ends = {} if state is None else dict(state.next)

@@ -20,13 +20,15 @@ from zync_assets.checks.sink_checks import sink_results
 from zync_assets.checks.state_checks import rows_match
 from zync_assets.cli.main import main
 from zync_assets.errors import BadRecords, SinkError, TableUnfit
+from zync_assets.kafka.registry import Registry
 from zync_assets.lake.quarantine_table import Selection
 from zync_assets.local.services import Services
+from zync_assets.pipeline import RegistryConfig
 from zync_assets.sinks import steps
 from zync_assets.sinks.replay import LEFT_OUT, OVERTAKEN, drop_refused, refused_records, replay_refused
 from zync_assets.sinks.steps import Rest, reset_sink, sink_all, sink_awake
 from zync_assets.sinks.target import Place
-from zync_assets_tests.mini import BOTH, Mini, die, mini, row, run
+from zync_assets_tests.mini import BOTH, Mini, die, framed, mini, row, run
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -565,6 +567,47 @@ def test_a_value_that_debezium_did_not_send_leaves_the_column_of_a_flattened_rec
         it.ingest()
         write(it)
         assert rows(it) == [(1, *expected)]
+
+
+TWO_WRITERS = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: json, key-schema: id bigint, value-format: avro}
+  - {topic: $right, pool: Raw, format: json}
+outputs: [{topic: $out, pool: Staging}]
+transforms: [{type: stateless, in: $right, out: $out, key: null, value: {v: in.value}}]
+sinks:
+  - {name: shop, type: sqlite, url: shop.db, from: [Raw.$left], table: rows, before: {set: {twice: value.price * 2}}}
+  - {name: cheap, type: sqlite, url: shop.db, from: [Raw.$left], table: cheap, before: {where: value.price < 9}}
+"""
+
+
+def test_a_field_that_the_writer_s_schema_lacks_leaves_its_column(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, TWO_WRITERS)
+    registry = Registry(RegistryConfig(services.registry_url))
+
+    def record(key: int, **fields: object) -> tuple[bytes, bytes]:
+        kinds = [{"name": name, "type": ["null", "string" if name == "name" else "int"]} for name in ("id", *fields)]
+        schema = {"type": "record", "name": "Row", "fields": kinds}
+        number = registry.register(f"{unique}-{'-'.join(fields)}", json.dumps(schema))
+        return f'{{"id": {key}}}'.encode(), framed(number, schema, {"id": key, **fields})
+
+    it.send(it.left, record(1, name="tea"), record(1, price=5), record(2, price=7), record(2, name="rum"))
+    it.ingest(it.left)
+    write(it)
+    assert rows(it, "SELECT id, name, price, twice FROM rows ORDER BY id") == [(1, "tea", 5, 10), (2, "rum", 7, 14)]
+    # A null is a value of its own. A record without the price tells nothing of the condition on the price.
+    it.send(it.left, record(1, price=None), record(2, name="gin"))
+    it.ingest(it.left)
+    write(it)
+    assert rows(it, "SELECT id, name, price, twice FROM rows ORDER BY id") == [
+        (1, "tea", None, None),
+        (2, "gin", 7, 14),
+    ]
+    assert rows(it, "SELECT id, name, price FROM cheap ORDER BY id") == [(2, "gin", 7)]
+    for sink in it.pipeline.sinks:
+        assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
 
 
 NO_CHANGE = (
