@@ -124,6 +124,7 @@ def plain(schema: Any) -> Any:
     return schema
 
 
+@pytest.mark.slow
 def test_bare_columns_keep_names_parameters_and_not_null(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -170,6 +171,7 @@ transforms:
 """
 
 
+@pytest.mark.slow
 def test_a_shape_passes_on_the_schemas_of_bare_columns_and_a_whole_record_keeps_its_name(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -158,6 +158,7 @@ def test_the_folder_is_a_project_of_dagster_and_of_dg() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_assets_are_listed_by_the_command_of_its_page() -> None:
     [command] = re.findall(
         r"^    (dagster asset list.*?)(?: +#.*)?$", (ROOT / "demo" / "dagster.md").read_text(), re.MULTILINE

@@ -104,6 +104,7 @@ def pairs(it: Mini, topic: str | None = None) -> list[tuple[str | None, str | No
     return [(found["value"]["l"], found["value"]["r"]) for found in staged]
 
 
+@pytest.mark.slow
 def test_a_rule_with_a_former_name_keeps_the_records_that_wait(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """The new rule takes them in the next batch, although nothing else is new."""
     it = make(text(join("one")))

@@ -99,6 +99,7 @@ def test_a_full_disk(services: Services, spark: SparkSession, tmp_path: Path, un
         goes_on(it, [0, 1, *range(100, 200)])
 
 
+@pytest.mark.slow
 def test_a_read_only_folder_and_one_that_is_gone(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -158,6 +159,7 @@ def test_what_another_program_does_to_a_raw_table(
     goes_on(it, [0, 1, 2, 3])
 
 
+@pytest.mark.slow
 def test_etl_looks_at_the_offsets_of_new_raw_files_that_no_check_has_passed(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

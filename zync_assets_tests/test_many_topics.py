@@ -160,6 +160,7 @@ ODD = """
 """
 
 
+@pytest.mark.slow
 def test_rules_of_all_kinds_among_many_inputs(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -136,9 +136,8 @@ def compact(kafka: dict[str, str], shop: Shop) -> None:
     configure(kafka, shop.orders, cleanup_policy="delete")
 
 
-@pytest.mark.parametrize(
-    "end", ["open", *(pytest.param(end, marks=pytest.mark.slow) for end in ("aborted", "committed"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["open", "aborted", "committed"])
 def test_a_foreign_transaction_in_an_output_topic_is_found_at_once(make: Make, unique: str, end: str) -> None:
     """No read-committed reader gets past an open one."""
     it = make()

@@ -148,6 +148,7 @@ def test_a_range_ahead_fails_with_the_one_to_run_first(server: Webserver, names:
     assert f"Run {OPEN} first." in failure["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_broken_pipeline_file_is_shown_as_such(tmp_path: Path) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text("inputs: [{topic: a, pool: Raw, formt: avro}]\n")

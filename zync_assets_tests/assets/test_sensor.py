@@ -398,6 +398,7 @@ def test_a_missing_raw_file_lets_the_other_topics_go_on_and_turns_ticks_red(rig:
     assert 2 <= seen.count("red") <= len(seen) // 4
 
 
+@pytest.mark.slow
 def test_a_missing_raw_file_stops_the_staging_pools_that_read_it_and_no_other(rig: Rig, tmp_path: Path) -> None:
     path = rig.pipeline.path
     shared, own = f"topic: {rig.pipeline.outputs[1].topic}, pool: Staging", "pool: Refunds"

@@ -222,7 +222,8 @@ transforms:
 LATE = 1_700_000_000_123
 
 
-@pytest.mark.parametrize("made_by", ["this version", pytest.param("an older version", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("made_by", ["this version", "an older version"])
 def test_the_time_in_an_expression_is_the_carried_time_wherever_batches_are_cut(
     make: Make, monkeypatch: pytest.MonkeyPatch, made_by: str
 ) -> None:
@@ -475,7 +476,7 @@ def without_joins(rows: Callable[[Head], list[dict[str, object]]]) -> Callable[[
     return lambda head: [each for each in rows(head) if each["kind"] != "join"]
 
 
-@pytest.mark.parametrize("of_each_size", [pytest.param("small", marks=pytest.mark.slow), "large"], indirect=True)
+@pytest.mark.slow
 @pytest.mark.usefixtures("of_each_size")
 def test_keys_that_are_equal_pair_whatever_batches_they_come_in(make: Make) -> None:
     """Equal by a collation, and arrays of an int and of a long; the other side has no type yet when the first begins to wait."""

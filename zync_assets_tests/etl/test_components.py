@@ -65,7 +65,7 @@ def test_rules_that_share_a_topic_are_one_component(tmp_path: Path, monkeypatch:
     assert components.whole(model.rules, topics) == replace(first | second | third | alone, views=True)
 
 
-@pytest.fixture(params=[1, 1000])
+@pytest.fixture(params=[1, pytest.param(1000, marks=pytest.mark.slow)])
 def it(
     request: pytest.FixtureRequest,
     services: Services,
@@ -86,6 +86,7 @@ def outputs(it: Mini, topic: str) -> list[Any]:
     return [(found["key"], found["value"]) for found in it.staged(it.out + topic)]
 
 
+@pytest.mark.parametrize("of_each_size", [pytest.param("small", marks=pytest.mark.slow), "large"], indirect=True)
 @pytest.mark.usefixtures("of_each_size")
 def test_a_batch_of_several_queries_is_one_of_a_single_query(it: Mini) -> None:
     """Records that pair, wait, fail, go to no rule, or follow a pending record of their source row."""

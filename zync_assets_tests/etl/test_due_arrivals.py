@@ -142,6 +142,7 @@ def make(services: Services, spark: SparkSession, folder: Path, name: str, secon
     return World(mini_of(pipeline, spark), name, Model(second))
 
 
+@pytest.mark.slow
 def test_events_make_outputs_wait_or_go_into_quarantine(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -122,7 +122,8 @@ transforms:
 )
 
 
-@pytest.mark.parametrize("batches", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("batches", [1, 2])
 def test_what_is_taken_out_of_a_pair_does_not_depend_on_where_batches_are_cut(make: Make, batches: int) -> None:
     """The left record is the later one in time, and so completes the pair; in two batches it has waited for the right one."""
     it = make(TOGETHER)

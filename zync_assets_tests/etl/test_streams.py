@@ -267,6 +267,7 @@ def test_a_record_below_the_frontier_is_processed_counted_and_named(make: Make) 
     assert (found.passed, found.numbers["late"]) == (False, 1), "an accepted count hides no later record"
 
 
+@pytest.mark.slow
 def test_the_sequence_of_outputs_is_the_same_wherever_ingest_and_batches_are_cut(make: Make, tmp_path: Path) -> None:
     random = Random(7)
     it = make()

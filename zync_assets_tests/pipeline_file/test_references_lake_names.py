@@ -66,6 +66,7 @@ def record(**more: Any) -> dict[str, Any]:
     return {"schema": {"type": "struct", "fields": list(FIELDS)}, "payload": values}
 
 
+@pytest.mark.slow
 def test_any_name_works_from_topic_to_lake_to_expressions_to_output(make: Make) -> None:
     it = make(EVERYTHING)
     records = [record(**{"name": "join"}), record(**{"first name": "c"}), record()]

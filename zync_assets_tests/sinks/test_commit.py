@@ -341,6 +341,7 @@ sinks:
 )
 
 
+@pytest.mark.slow
 def test_retention_waits_until_every_sink_has_written_the_raw_records(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -68,9 +68,8 @@ print(run_tasks(spark, 1, lambda index: (sys.flags.safe_path, [path for path in 
 """
 
 
-@pytest.mark.parametrize(
-    "own", [[], pytest.param(["spark.python.daemon.module=pyspark.daemon"], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [[], ["spark.python.daemon.module=pyspark.daemon"]])
 def test_workers_import_nothing_from_the_current_folder(tmp_path: Path, own: list[str]) -> None:
     script, folder = tmp_path / "script.py", tmp_path / "folder"
     script.write_text(IN_A_FOLDER)

@@ -120,7 +120,8 @@ transforms:
 """
 
 
-@pytest.mark.parametrize("small", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("small", [True, False])
 def test_a_group_waits_for_its_last_record_and_a_bad_record_costs_itself(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch, small: bool
 ) -> None:

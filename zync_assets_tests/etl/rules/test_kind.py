@@ -110,8 +110,9 @@ transforms:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("couple")
-@pytest.mark.parametrize("small", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("small", [True, False])
 def test_a_third_kind_of_rule_needs_no_change_of_the_engine(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch, small: bool
 ) -> None:

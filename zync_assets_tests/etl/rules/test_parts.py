@@ -77,7 +77,8 @@ def produced(it: Mini, chance: random.Random, count: int, offset: int) -> list[R
     return [Record(it.left, 0, offset + at, times[at], f"k{offset + at}", value) for at, value in enumerate(values)]
 
 
-@pytest.mark.parametrize("small", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("small", [True, False])
 def test_a_record_makes_all_its_outputs_in_one_commit(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch, small: bool
 ) -> None:

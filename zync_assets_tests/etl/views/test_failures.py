@@ -59,6 +59,7 @@ def reasons(it: Mini) -> list[tuple[str, int, str]]:
     return sorted((entry["topic"], entry["first"], entry["text"]) for entry in it.ledger("quarantined"))
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_stops_no_other_row(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

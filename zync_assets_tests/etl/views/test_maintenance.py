@@ -361,6 +361,7 @@ def test_an_edit_of_the_fields_of_a_views_key_needs_another_topic(make: Make) ->
     assert len(edited.staged()) == 1
 
 
+@pytest.mark.slow
 def test_equal_values_of_two_types_find_each_other(make: Make) -> None:
     """Spark says that '01' and 1 are equal. A reference may be larger than the key's type."""
     view = "from: c LEFT JOIN o ON o.customer = c.{}\nkey: {{id: c.{}}}\nvalue: {{orders: count(o.id)}}"
@@ -423,6 +424,7 @@ def test_the_shown_query_reads_flat_records_as_they_are(make: Make) -> None:
         shop.it.ingest()
 
 
+@pytest.mark.slow
 def test_a_lost_file_of_the_state_is_made_again(make: Make) -> None:
     shop = make(TOTALS)
     shop.send("c", (1, {"name": "Ann"}), (2, {"name": "Ben"}))
