@@ -319,12 +319,12 @@ class ClickhouseTarget(SqlTarget):
             names = [*spec.key, *others]
             whole = sa.select(*(cast_column(rows, table, name) for name in names), rows.c[OFFSET], sa.literal(0))
             ordered = whole.order_by(*(rows.c[name] for name in _order(spec)))
-            statement = self.upsert(table, ordered, spec.key, [*others, OFFSET, DELETED])
+            statement = self.upserts(table, ordered, spec.key, [*others, OFFSET, DELETED])[0]
             insert_changes(connection, statement, load_token(merge, held, content), max_threads=1, max_insert_threads=1)
             return
         gone = sa.select(*(cast_column(rows, table, name) for name in spec.key), rows.c[OFFSET], sa.literal(1))
         gone = gone.where(rows.c[OP] == DELETE)
-        insert_changes(connection, self.upsert(table, gone, spec.key, [OFFSET, DELETED]), own_token())
+        insert_changes(connection, self.upserts(table, gone, spec.key, [OFFSET, DELETED])[0], own_token())
         is_partial = rows.c[SET].is_not(None)
         partial = sa.select(sa.literal(1)).select_from(rows).where(is_partial, rows.c[OP] != DELETE).limit(1)
         if connection.execute(partial).first() is None:
@@ -333,11 +333,13 @@ class ClickhouseTarget(SqlTarget):
         else:
             kept = merged_rows(rows, table, spec)
         kept = kept.where(rows.c[OP] != DELETE)
-        insert_changes(connection, self.upsert(table, kept, spec.key, [*others, OFFSET, DELETED]), own_token())
+        insert_changes(connection, self.upserts(table, kept, spec.key, [*others, OFFSET, DELETED])[0], own_token())
 
-    def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
+    def upserts(
+        self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]
+    ) -> Sequence[sa.Executable]:
         """An insert: ClickHouse keeps the row of the highest offset."""
-        return sa.insert(table).from_select([*key, *others], rows)
+        return [sa.insert(table).from_select([*key, *others], rows)]
 
     def _advance(self, connection: Connection, merge: Merge, emptied: int) -> None:
         if self._claim(connection, merge) != emptied:
@@ -402,10 +404,8 @@ class ClickhouseTarget(SqlTarget):
         if in_order and _VERSION.search(engine):
             return None
         ddl = ddl_text(sa.schema.CreateTable(self.new_table(spec)), connection)
-        return (
-            f"it is no ReplacingMergeTree({OFFSET}, {DELETED}) ordered by ({', '.join(wanted)}); move it away, and make it"
-            f" so:\n{ddl};"
-        )
+        engine = f"ReplacingMergeTree({OFFSET}, {DELETED})"
+        return f"it is no {engine} ordered by ({', '.join(wanted)}); move it away, and make it so:\n{ddl};"
 
     def column_type(self, column: Column, *, in_key: bool) -> SqlType:
         kind = new_type(column)

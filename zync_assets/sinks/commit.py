@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -64,6 +65,9 @@ PART_BYTES = 1 << 20
 SEARCH_OFFSETS = 4_000
 """The most offsets in which one Spark task looks for refused records. It holds their records in memory."""
 
+
+MOST_REFUSALS = 100
+"""Refused records, one after the other, that end a batch: the table itself is wrong. Other sinks get their turn."""
 
 TEXT_LENGTH = 2_000
 """The most characters of a refused record's key, and of the target's message, in the sink's quarantine."""
@@ -129,10 +133,13 @@ def _prepare(target: Target, plan: SinkPlan, spec: TableSpec) -> None:
     is_begun = plan.progress.origin is not None
     try:
         target.prepare(spec, create=plan.sink.create and not is_begun, evolve=plan.sink.evolve)
-    except TableUnfit:
-        if not is_begun or target.has_table(spec):
+    except TableUnfit as error:
+        if not is_begun:
             raise
-        raise _lost_table(plan) from None
+        if not target.has_table(spec):
+            raise _lost_table(plan) from None
+        anew = f"If you make the table anew, load it from the start: {reset_command(plan)}"
+        raise TableUnfit(f"{error}\n{anew}") from None
     if is_begun or spec.mode == "upsert":
         return
     if found := target.past_places(plan.place, spec, plan.origin, plan.pipeline.sink_names):
@@ -173,19 +180,6 @@ def _refuse_failures(plan: SinkPlan) -> None:
         return
     refuse_blocks(plan.snapshot, str(plan.place), [topic], WRITE_OUTCOME)
     refuse_disorder(plan.snapshot, str(plan.place), {topic: plan.ranges}, WRITE_OUTCOME)
-
-
-def reset_table(plan: SinkPlan, layout: Layout, sharers: tuple[Place, ...] = ()) -> None:
-    """Empty a table and forget its position, in one transaction: the next batch begins at the start. ``sharers``: as in
-    ``Merge``."""
-    target = plan.target()
-    target.prepare(layout.spec, create=plan.sink.create, evolve=plan.sink.evolve)
-    if layout.spec.mode == "insert":
-        past = target.past_places(plan.place, layout.spec, plan.origin, plan.pipeline.sink_names)
-        # Another pipeline that writes the source to a table of its own keeps its position.
-        is_new = plan.progress.origin is None
-        sharers = (*sharers, *(place for place in past if is_new or place.pipeline == plan.place.pipeline))
-    target.merge(Merge(plan.place, layout.spec, plan.origin, {}, {}, clear=True, sharers=sharers))
 
 
 def _append(batch: SinkBatch, layout: Layout, source: PlainSource | None) -> int:
@@ -243,12 +237,7 @@ def _load_task(sink: Sink, layout: Layout, run: str, batches: Iterator[pa.Record
     first = next(batches, None)
     if first is None:
         return None
-    return open_target(sink).load(layout.spec, name, loaded(layout, _chained(first, batches)))
-
-
-def _chained(first: pa.RecordBatch, others: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    yield first
-    yield from others
+    return open_target(sink).load(layout.spec, name, loaded(layout, chain([first], batches)))
 
 
 def loaded(layout: Layout, batches: Iterable[pa.RecordBatch], *, whole: bool = False) -> Iterator[pa.RecordBatch]:
@@ -361,6 +350,8 @@ class Search:
         self.bad: list[BadRecord] = []
         self.count = 0
         self.loads = 0
+        self.refusals = 0
+        """Refused records since the last record that was applied."""
         failed = FAILED in rows.schema.names and rows.num_rows - rows.column(FAILED).null_count == 1
         self.reason = task.reason if failed else ""
         """Why an expression fails on the only record on which one fails."""
@@ -394,6 +385,7 @@ class Search:
         moved, merge = self._merge_to(self._after(end))
         self.count += self.target.apply(merge, f"{self.task.run}{self.loads}", loaded(layout, [part]))
         self.position |= moved
+        self.refusals = 0
 
     def _put_aside(self, index: int, error: str) -> None:
         row = self.rows.slice(index, 1)
@@ -418,6 +410,12 @@ class Search:
         bad = BadRecord(*place, kept_text(key), kept_text(error))
         self._merge(self._after(index + 1), (bad,))
         self.bad.append(bad)
+        self.refusals += 1
+        if self.refusals >= MOST_REFUSALS:
+            raise BadRecords(
+                f"{where}. {self.refusals} records one after the other were refused, and are in quarantine. Correct {thing},"
+                " run again, and replay the quarantine."
+            )
 
     def _after(self, end: int) -> dict[int, int]:
         """Partition → next offset when the records before index ``end`` are applied."""

@@ -312,8 +312,10 @@ class DatabendTarget(SqlTarget):
             if own or not is_update:
                 connection.execute(self._changes(table, chosen, spec.key, own, new))
 
-    def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
-        return self._changes(table, rows, key, others, others)
+    def upserts(
+        self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]
+    ) -> Sequence[sa.Executable]:
+        return [self._changes(table, rows, key, others, others)]
 
     def _changes(
         self,

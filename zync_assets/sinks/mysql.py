@@ -35,7 +35,7 @@ from sqlalchemy.engine import Connection, Engine
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.sinks.fold import DELETE, OP, REPLACE
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import BOOK, DIGITS, SqlType, with_single_percents
+from zync_assets.sinks.sql_types import BOOK, DIGITS, SqlType, ddl_text, loose_key, missing_key, with_single_percents
 from zync_assets.sinks.sql_types import holds as standard_holds
 from zync_assets.sinks.target import LOCAL_HOSTS, Column, Merge, Place, TableSpec, load_names, tls_fault
 
@@ -44,7 +44,11 @@ KEY_LENGTH = 255
 """Characters of a text, or bytes, in a key. InnoDB's keys have 3072 bytes."""
 
 _MODES = "STRICT_ALL_TABLES,NO_ZERO_DATE,NO_ZERO_IN_DATE,ERROR_FOR_DIVISION_BY_ZERO,NO_ENGINE_SUBSTITUTION"
-_SESSION = f"SET SESSION sql_mode = '{_MODES}', time_zone = '+00:00', TRANSACTION_ISOLATION = 'READ-COMMITTED'"
+_WAITS = "lock_wait_timeout = 10, innodb_lock_wait_timeout = 10"
+"""Seconds. Other sinks and steps wait as long as a statement waits for a lock."""
+_SESSION = (
+    f"SET SESSION sql_mode = '{_MODES}', {_WAITS}, time_zone = '+00:00', TRANSACTION_ISOLATION = 'READ-COMMITTED'"
+)
 _MARIADB_SESSION = _SESSION.replace("TRANSACTION_ISOLATION", "tx_isolation")
 
 # https://dev.mysql.com/doc/mysql-errors/8.0/en/server-error-reference.html, https://mariadb.com/kb/en/mariadb-error-codes/
@@ -89,6 +93,17 @@ _BITS: tuple[tuple[type[SqlType], int], ...] = (
     (mysql.MEDIUMINT, 24),
     (mysql.BIGINT, 64),
     (mysql.INTEGER, 32),
+)
+_TEXTS = (mysql.TINYTEXT, mysql.TEXT, mysql.MEDIUMTEXT, mysql.LONGTEXT)
+_BYTEWISE = ("nopad_bin", "0900_bin")
+"""How the names of collations end that compare byte by byte, spaces at the end too: of MariaDB, and of MySQL."""
+_PREFIXES = sa.text(
+    "SELECT DISTINCT index_name FROM information_schema.statistics"
+    " WHERE table_schema = :schema AND table_name = :name AND sub_part IS NOT NULL"
+)
+"""Indexes of the beginnings of values."""
+_COLLATIONS = sa.text(
+    "SELECT column_name, collation_name FROM information_schema.columns WHERE table_schema = :schema AND table_name = :name"
 )
 _BINARIES = (sa.LargeBinary, sa.VARBINARY, sa.BLOB, mysql.TINYBLOB, mysql.MEDIUMBLOB, mysql.LONGBLOB)
 
@@ -181,7 +196,7 @@ class MysqlTarget(SqlTarget):
     def _with_options(self, table: sa.Table) -> sa.Table:
         """The table as InnoDB's, which compares texts byte by byte, spaces at their ends too."""
         dialect: Any = self.engine().dialect
-        collation = "utf8mb4_nopad_bin" if dialect.is_mariadb else "utf8mb4_0900_bin"
+        collation = f"utf8mb4_{_BYTEWISE[0] if dialect.is_mariadb else _BYTEWISE[1]}"
         options = {"engine": "InnoDB", "charset": "utf8mb4", "collate": collation}
         table.kwargs.update({f"mysql_{name}": value for name, value in options.items()})
         return table
@@ -201,6 +216,28 @@ class MysqlTarget(SqlTarget):
         if column.as_json or isinstance(standard, sa.Text):
             return mysql.VARCHAR(KEY_LENGTH) if in_key else mysql.LONGTEXT()
         return standard
+
+    def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
+        if spec.mode == "insert":
+            return None
+        place = {"schema": table.schema or self.engine().url.database, "name": table.name}
+        unfit = connection.execute(_PREFIXES, place).scalars().all()
+        collations = {row[0]: row[1] for row in connection.execute(_COLLATIONS, place).all()}
+        wrong = [name for name in spec.key if not (collations.get(name) or _BYTEWISE[0]).endswith(_BYTEWISE)]
+        problem = missing_key(connection, table, spec.key, unfit)
+        if problem is not None:
+            # An index takes no text without a length.
+            wrong = [name for name in spec.key if isinstance(table.c[name].type, _TEXTS)]
+        ddl = [self.widening(table, name, self._key_text(table.c[name].type)) for name in wrong]
+        if problem is None:
+            return loose_key(connection, wrong, ddl)
+        return problem.replace("; run: ", "; run: " + "".join(f"{ddl_text(item, connection)}; " for item in ddl))
+
+    def _key_text(self, existing: Any) -> SqlType:
+        """The type of a text in a key, of the length of an existing column."""
+        dialect: Any = self.engine().dialect
+        collation = f"utf8mb4_{_BYTEWISE[0] if dialect.is_mariadb else _BYTEWISE[1]}"
+        return mysql.VARCHAR(getattr(existing, "length", None) or KEY_LENGTH, charset="utf8mb4", collation=collation)
 
     def holds(self, existing: SqlType, column: Column) -> bool:
         kinds, kind = pa.types, column.type
@@ -222,7 +259,10 @@ class MysqlTarget(SqlTarget):
             return isinstance(existing, mysql.DECIMAL) and standard_holds(existing, kind)
         if kinds.is_binary(kind) or kinds.is_large_binary(kind):
             return isinstance(existing, _BINARIES)
-        return not isinstance(existing, (mysql.DATETIME, mysql.TIMESTAMP)) and standard_holds(existing, kind)
+        # A CHAR loses the spaces at the end.
+        return not isinstance(existing, (mysql.DATETIME, mysql.TIMESTAMP, mysql.CHAR)) and standard_holds(
+            existing, kind
+        )
 
     def wider(self, existing: SqlType, column: Column) -> SqlType | None:
         kinds, kind = pa.types, column.type
@@ -265,10 +305,18 @@ class MysqlTarget(SqlTarget):
             if batch.num_rows:
                 connection.exec_driver_sql(statement, list(zip(*columns, strict=True)))
 
-    def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
-        statement = insert(table).from_select([*key, *others], rows)
-        names = others or key[:1]
-        return statement.on_duplicate_key_update({name: statement.inserted[name] for name in names})
+    def upserts(
+        self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]
+    ) -> Sequence[sa.Executable]:
+        """Not ON DUPLICATE KEY UPDATE: it would update the row of another key that has the values of another unique index."""
+        new = rows.subquery()
+        same = sa.and_(*(table.c[name] == new.c[name] for name in key))
+        absent = ~sa.exists(sa.select(sa.literal(1)).select_from(table).where(same).correlate(new))
+        inserted = insert(table).from_select([*key, *others], sa.select(new).where(absent))
+        return [
+            *([sa.update(table).where(same).values({name: new.c[name] for name in others})] if others else []),
+            inserted,
+        ]
 
     def removal(self, table: sa.Table, rows: sa.Table, key: Sequence[str]) -> sa.Executable:
         """A join of the load table and the table. With IN, MariaDB 10 would read the whole table for each key."""

@@ -27,11 +27,13 @@ from warnings import catch_warnings, simplefilter
 import psycopg
 import pyarrow as pa
 import sqlalchemy as sa
+from alembic.ddl.base import ColumnType
 from psycopg import sql
 from pyarrow import csv
 from sqlalchemy import event, exc
 from sqlalchemy.dialects.postgresql import ARRAY, ENUM, JSONB, MONEY, TSVECTOR, dialect, insert
 from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine.interfaces import ReflectedColumn
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.fields import ZONED_TIMESTAMP
@@ -44,19 +46,28 @@ from zync_assets.sinks.sql_types import (
     QUARANTINE,
     SqlType,
     is_exact,
+    loose_key,
+    missing_key,
     on_conflict,
     standard_type,
     with_single_percents,
 )
 from zync_assets.sinks.target import Column, LoadTable, Merge, Place, TableSpec, counted, load_names, named
 
-OPTIONS = {"connect_timeout": "10", "options": "-c timezone=UTC", "application_name": "zync"}
-"""Options of a connection that the URL may set otherwise."""
+OPTIONS = {
+    "connect_timeout": "10",
+    "options": "-c timezone=UTC -c lock_timeout=10s",
+    "application_name": "zync",
+    **{f"keepalives_{name}": number for name, number in (("idle", "30"), ("interval", "10"), ("count", "3"))},
+}
+"""Options of a connection that the URL may set otherwise. A lock, and a server that is gone, end in an outage soon: other sinks
+and steps wait as long as a statement does."""
 
 _LOCK_SPACE = 0x7A796E63
 """The first number of the advisory locks of runs: ``zync`` in ASCII."""
-_PASSING = ("08", "53", "57", "58", "40", "55")
-"""Classes of SQLSTATE: connection, resources, operator's intervention, system, rollback by a deadlock, object in use."""
+_PASSING = ("08", "53", "57", "58", "40", "55P", "55006")
+"""How the SQLSTATEs of outages begin: connection, resources, operator's intervention, system, rollback by a deadlock, locks,
+object in use."""
 _REFUSALS = ("22", "23", "44", "P0")
 """Classes of SQLSTATE: data, integrity, WITH CHECK OPTION, an error of a trigger."""
 _DENIED = ("42501", "3F000")
@@ -73,6 +84,13 @@ _LOGIN_ERRORS: Mapping[str, str] = {
 _COPY_PLACE = re.compile(r"\s*CONTEXT: +COPY .*, line \d+$|COPY .*?, line \d+, (?=column )")
 _NO_CHARACTER = "22021"
 """SQLSTATE of a character that a text can't have."""
+_DEFERRABLE = sa.text("SELECT conname FROM pg_constraint WHERE conrelid = to_regclass(:name) AND condeferrable")
+_LOOSE = sa.text(
+    "SELECT attname FROM pg_attribute JOIN pg_type t ON t.oid = atttypid LEFT JOIN pg_collation c ON c.oid = attcollation"
+    " WHERE attrelid = to_regclass(:name) AND attname = ANY(:key)"
+    " AND (t.typname IN ('citext', 'bpchar') OR NOT c.collisdeterministic)"
+)
+"""Constraints that ON CONFLICT does not take, and columns of a key that take texts for equal that differ."""
 _TABLE_RIGHTS = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
 
@@ -119,7 +137,7 @@ class PostgresTarget(SqlTarget):
             # No answer of a server: no connection, or one that broke. psycopg itself refuses nothing of ours otherwise.
             is_outage = isinstance(error, exc.OperationalError) and _login_cure(error, self.engine().url) is None
             return TargetUnavailable if is_outage else SinkError
-        if state[:2] in _PASSING:
+        if state.startswith(_PASSING):
             return TargetUnavailable
         return TargetRefused if state[:2] in _REFUSALS else SinkError
 
@@ -162,9 +180,19 @@ class PostgresTarget(SqlTarget):
             return _is_plain(kind.value_type)
         if column.note == ZONED_TIMESTAMP and isinstance(existing, sa.DateTime):
             return bool(existing.timezone) and is_exact(existing)
-        # A money has two digits after the point, a tsvector sorts words, and the types name and "char" cut texts.
-        is_cut = isinstance(existing, (MONEY, TSVECTOR, sa.types.NullType)) or type(existing) is sa.String
+        # A money has two digits after the point, a tsvector sorts words, and the types name and "char" cut texts. A char(n) adds
+        # spaces, and ignores those at the end.
+        is_cut = isinstance(existing, (MONEY, TSVECTOR, sa.CHAR, sa.types.NullType)) or type(existing) is sa.String
         return not is_cut and super().holds(existing, column)
+
+    def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
+        if spec.mode == "insert":
+            return None
+        own = {"name": _identifier(table.schema, table.name).as_string(None)}
+        unfit = connection.execute(_DEFERRABLE, own).scalars().all()
+        loose = connection.execute(_LOOSE, {**own, "key": list(spec.key)}).scalars().all()
+        ddl = [ColumnType(table.name, name, sa.Text(collation="C"), schema=table.schema) for name in loose]
+        return missing_key(connection, table, spec.key, unfit) or loose_key(connection, loose, ddl)
 
     def load_type(self, existing: SqlType) -> SqlType:
         if isinstance(existing, ENUM):
@@ -177,7 +205,9 @@ class PostgresTarget(SqlTarget):
             # A column that no record names may have a type of an extension.
             simplefilter("ignore", exc.SAWarning)
             found = sa.inspect(connection).get_columns(name, schema)
-        columns = [sa.Column(item["name"], item["type"], nullable=item["nullable"]) for item in found]
+        columns = [
+            sa.Column(item["name"], item["type"], *_generation(item), nullable=item["nullable"]) for item in found
+        ]
         return sa.Table(name, sa.MetaData(), *columns, schema=schema)
 
     def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
@@ -256,8 +286,10 @@ class PostgresTarget(SqlTarget):
         crash_point("sink:merged")
         return sum(counts)
 
-    def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
-        return on_conflict(insert(table).from_select([*key, *others], rows), key, others)
+    def upserts(
+        self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]
+    ) -> Sequence[sa.Executable]:
+        return [on_conflict(insert(table).from_select([*key, *others], rows), key, others)]
 
     def value(self, column: Column, value: Any) -> Any:
         if isinstance(value, dict) or (isinstance(value, list) and not pa.types.is_list(column.type)) or column.as_json:
@@ -265,6 +297,11 @@ class PostgresTarget(SqlTarget):
         if isinstance(value, list) and pa.types.is_string(column.type.value_type):
             return [None if item is None else str(item) for item in value]
         return super().value(column, value)
+
+
+def _generation(column: ReflectedColumn) -> list[sa.Computed]:
+    """A mark, without its expression, of a column that the database generates."""
+    return [sa.Computed("")] if "computed" in column or column.get("identity", {}).get("always") else []
 
 
 def connect_options(url: sa.URL, environment: Mapping[str, str]) -> dict[str, str]:
@@ -324,15 +361,10 @@ def missing_rights(connection: Connection, table: str | None) -> str:
     own_schema = own or "public"  # a schema that the role may not use is not current
     schema, _, name = (table or "").rpartition(".")
     needs = [("SCHEMA", quote(own_schema), ["USAGE", "CREATE"], sa.func.has_schema_privilege, own_schema)]
-    classes, spaces = (
-        sa.table("pg_class", *map(sa.column, ("oid", "relname", "relnamespace"))),
-        sa.table("pg_namespace", *map(sa.column, ("oid", "nspname"))),
-    )
-    places = [
-        (own_schema, POSITIONS.name),
-        (own_schema, QUARANTINE.name),
-        *([(schema or own_schema, name)] if name else []),
-    ]
+    classes = sa.table("pg_class", *map(sa.column, ("oid", "relname", "relnamespace")))
+    spaces = sa.table("pg_namespace", *map(sa.column, ("oid", "nspname")))
+    own_places = [(own_schema, POSITIONS.name), (own_schema, QUARANTINE.name)]
+    places = [*own_places, *([(schema or own_schema, name)] if name else [])]
     is_there = False
     for place in places:
         found = connection.execute(

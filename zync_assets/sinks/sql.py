@@ -26,8 +26,8 @@ from zync_assets.sinks.sql_types import (
     POSITIONS,
     QUARANTINE,
     SqlType,
+    advice,
     at_place,
-    ddl_text,
     holds,
     missing_key,
     past_writers,
@@ -82,8 +82,10 @@ class SqlTarget(Target):
         """Append rows to a table. They have all its columns."""
 
     @abstractmethod
-    def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
-        """The statement that inserts new rows and updates existing rows. ``rows``: ``key``, then ``others``."""
+    def upserts(
+        self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]
+    ) -> Sequence[sa.Executable]:
+        """The statements that insert new rows and update existing rows. ``rows``: ``key``, then ``others``."""
 
     def removal(self, table: sa.Table, rows: sa.Table, key: Sequence[str]) -> sa.Executable:
         """The statement that deletes the rows whose keys a load table deletes or replaces."""
@@ -206,7 +208,7 @@ class SqlTarget(Target):
             allowed = {"none": 0, "add": 1, "widen": 2}[evolve]
             refused = [item for item in statements if item[0] > allowed]
             if hopeless or refused:
-                raise TableUnfit(self._advice(connection, spec, refused, hopeless))
+                raise TableUnfit(advice(connection, spec.name, refused, hopeless))
             for _, _, ddl in statements:
                 connection.execute(ddl)
 
@@ -329,7 +331,12 @@ class SqlTarget(Target):
                 ddl = AddColumn(table.name, new, schema=table.schema)
                 statements.append((1, f"column {column.name} is missing", ddl))
                 continue
-            existing = table.c[column.name].type
+            existing, identity = table.c[column.name].type, table.c[column.name].identity
+            if table.c[column.name].computed is not None or (identity is not None and identity.always):
+                hopeless.append(
+                    f"the database itself generates column {column.name}; leave it out with columns: {{include: [...]}}"
+                )
+                continue
             if self.holds(existing, column):
                 continue
             what = (
@@ -347,21 +354,6 @@ class SqlTarget(Target):
     def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
         """Why a table can't take rows by their key; None if it can."""
         return None if spec.mode == "insert" else missing_key(connection, table, spec.key)
-
-    def _advice(
-        self,
-        connection: Connection,
-        spec: TableSpec,
-        statements: Sequence[tuple[int, str, Any]],
-        hopeless: Sequence[str],
-    ) -> str:
-        """The error's text. ``statements``: what the sink may not do."""
-        text = f"table {spec.name}: {'; '.join([what for _, what, _ in statements] + list(hopeless))}."
-        ddl = "".join(f"\n{ddl_text(item, connection)};" for _, _, item in statements)
-        if not statements:
-            return text
-        word = {1: "add", 2: "widen"}[max(level for level, _, _ in statements)]
-        return f"{text} Set evolve: {word}, or run:{ddl}"
 
     def load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
         """A load table beside a table. The rows to append have no marks."""
@@ -439,7 +431,8 @@ class SqlTarget(Target):
                 chosen = sa.select(*(rows.c[name] for name in own)).where(rows.c[SET] == shape, new)
                 connection.execute(sa.insert(table).from_select(own, chosen))
         whole = sa.select(*(rows.c[name] for name in (*spec.key, *others)))
-        connection.execute(self.upsert(table, whole.where(rows.c[OP] != DELETE, ~is_partial), spec.key, others))
+        for statement in self.upserts(table, whole.where(rows.c[OP] != DELETE, ~is_partial), spec.key, others):
+            connection.execute(statement)
 
 
 def _counted(rows: Iterator[pa.RecordBatch], names: Sequence[str], loads: list[LoadTable]) -> Iterator[pa.RecordBatch]:

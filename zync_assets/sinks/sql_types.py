@@ -284,22 +284,63 @@ def refuse_creation(connection: sa.Connection, name: str, table: sa.Table, *, cr
     raise TableUnfit(f"table {name} is not there. Set create: true, or run:\n" + "\n".join(ddl))
 
 
-def missing_key(connection: Connection, table: sa.Table, key: Sequence[str]) -> str | None:
-    """Why a table can't take rows by a key; None if a primary key, or a unique constraint, is on the key's columns."""
+PRIMARY = "PRIMARY"
+"""MySQL's name of each primary key."""
+
+
+def missing_key(connection: Connection, table: sa.Table, key: Sequence[str], unfit: Collection[str] = ()) -> str | None:
+    """Why a table can't take rows by a key; None if a primary key, or a unique constraint, is on the key's columns.
+
+    ``unfit``: the names of constraints and indexes that count for none.
+    """
     inspector, place = sa.inspect(connection), (table.name, table.schema)
-    if set(key) == set(inspector.get_pk_constraint(*place)["constrained_columns"]):
-        return None
-    unique = [set(item["column_names"]) for item in inspector.get_unique_constraints(*place)]
-    unique += [
-        set(item["column_names"])
-        for item in inspector.get_indexes(*place)
-        if item["unique"] and not item.get("dialect_options", {}).get("postgresql_where")
+    if table.name in inspector.get_view_names(table.schema):
+        return "it is a view; name the view's table with table:"
+    primary = inspector.get_pk_constraint(*place)
+    unique: list[tuple[str | None, Sequence[str | None]]] = [
+        (primary["name"] or PRIMARY, primary["constrained_columns"])
     ]
-    if set(key) in unique:
+    # MySQL has each unique index as a constraint too.
+    constraints = inspector.get_unique_constraints(*place)
+    unique += [(item["name"], item["column_names"]) for item in constraints if not item.get("duplicates_index")]
+    for item in inspector.get_indexes(*place):
+        options = item.get("dialect_options", {})
+        # An index of some rows (WHERE), or of the beginnings of values (a length), leaves keys alone that are equal.
+        is_partial = any(
+            (name.endswith("_where") and value is not None) or (name.endswith("_length") and value)
+            for name, value in options.items()
+        )
+        if item["unique"] and not is_partial:
+            unique.append((item["name"], item["column_names"]))
+    if any(set(key) == set(columns) and name not in unfit for name, columns in unique):
         return None
-    quote = connection.dialect.identifier_preparer
-    quoted = ", ".join(quote.quote(name) for name in key)
-    ddl = with_single_percents(
-        f"ALTER TABLE {quote.format_table(table)} ADD PRIMARY KEY ({quoted})", connection.dialect
+    columns = [sa.Column(name) for name in key]
+    sa.Table(table.name, sa.MetaData(), *columns, schema=table.schema)
+    ddl = ddl_text(sa.schema.CreateIndex(sa.Index(f"{table.name[:40]}_key", *columns, unique=True)), connection)
+    return f"no primary key or unique constraint is on ({', '.join(key)}); run: {ddl};"
+
+
+def loose_key(
+    connection: Connection, names: Sequence[str], ddl: Sequence[sa.schema.ExecutableDDLElement]
+) -> str | None:
+    """Why columns of a key hold several keys for one; None for no column. ``ddl``: the statements that cure the columns."""
+    if not names:
+        return None
+    statements = "\n".join(f"{ddl_text(item, connection)};" for item in ddl)
+    return (
+        f"the key's column {', '.join(names)} takes texts for equal that differ in case or spaces; run:\n{statements}"
     )
-    return f"no primary key or unique constraint is on ({', '.join(key)}); run: {ddl}"
+
+
+def advice(
+    connection: Connection, name: str, statements: Sequence[tuple[int, str, Any]], hopeless: Sequence[str]
+) -> str:
+    """The text of TableUnfit. ``statements``: what the sink may not do, as (level of `evolve`, what, DDL); ``hopeless``: what no
+    DDL of the sink can make."""
+    text = f"table {name}: {'; '.join([what for _, what, _ in statements] + list(hopeless))}"
+    text = text if text.endswith(";") else f"{text}."
+    ddl = "".join(f"\n{ddl_text(item, connection)};" for _, _, item in statements)
+    if not statements:
+        return text
+    word = {1: "add", 2: "widen"}[max(level for level, _, _ in statements)]
+    return f"{text} Set evolve: {word}, or run:{ddl}"

@@ -166,8 +166,10 @@ class SqliteTarget(SqlTarget):
             # The columns' own types would convert each value again.
             connection.exec_driver_sql(statement, list(zip(*columns, strict=True))) if batch.num_rows else None
 
-    def upsert(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]) -> sa.Executable:
-        return on_conflict(insert(table).from_select([*key, *others], rows), key, others)
+    def upserts(
+        self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]
+    ) -> Sequence[sa.Executable]:
+        return [on_conflict(insert(table).from_select([*key, *others], rows), key, others)]
 
     def column_type(self, column: Column, *, in_key: bool) -> SqlType:
         kinds, kind = pa.types, column.type
@@ -191,6 +193,21 @@ class SqliteTarget(SqlTarget):
         if isinstance(existing, NumericText):
             return kinds.is_temporal(kind) or column.as_json
         return isinstance(existing, (sa.Text, sa.String, sa.LargeBinary))
+
+    def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
+        problem = super().key_problem(connection, table, spec)
+        if spec.mode == "insert" or problem is not None:
+            return problem
+        quote = connection.dialect.identifier_preparer.quote
+        for index in connection.exec_driver_sql(f"PRAGMA index_list({quote(table.name)})").mappings():
+            columns = connection.exec_driver_sql(f"PRAGMA index_xinfo({quote(index['name'])})").mappings().all()
+            own = {item["name"]: item["coll"] for item in columns if item["key"]}
+            if index["unique"] and own.keys() == set(spec.key) and {*own.values()} - {"BINARY"}:
+                names = ", ".join(name for name, collation in own.items() if collation != "BINARY")
+                return (
+                    f"the key's column {names} takes texts for equal that differ; make the table anew without COLLATE"
+                )
+        return None
 
     def wider(self, existing: SqlType, column: Column) -> SqlType | None:
         return None

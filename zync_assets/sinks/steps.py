@@ -15,9 +15,10 @@ from zync_assets.conflicts import EVERYWHERE, Log, raise_first, retried
 from zync_assets.errors import BadRecords, DataLoss, SinkError, TargetRefused, TargetUnavailable, ZyncError
 from zync_assets.lake import raw
 from zync_assets.pipeline import Pipeline, SinkTable
-from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, check_table, commit_sink, reset_table
+from zync_assets.sinks.columns import Layout
+from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, check_table, commit_sink
 from zync_assets.sinks.plan import BATCH_OFFSETS, SinkBatch, SinkPlan, layout, place_of, plan_sink, read_source
-from zync_assets.sinks.target import OUTAGE_CURE, Place, open_target
+from zync_assets.sinks.target import OUTAGE_CURE, Merge, Place, open_target
 from zync_assets.spark.session import Session
 
 OUTAGES = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -205,7 +206,7 @@ def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> t
 
     def reset(plan: SinkPlan) -> None:
         if plan.ends:
-            reset_table(plan, layout(plan, session), sharers)
+            _reset_table(plan, layout(plan, session), sharers)
 
     def reset_named() -> None:
         with _names(sink, table):
@@ -214,6 +215,19 @@ def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> t
     # Another run may be at work on the table.
     _outlast(reset_named)
     return sharers
+
+
+def _reset_table(plan: SinkPlan, layout: Layout, sharers: tuple[Place, ...] = ()) -> None:
+    """Empty a table and forget its position, in one transaction: the next batch begins at the start. ``sharers``: as in
+    ``Merge``."""
+    target = plan.target()
+    target.prepare(layout.spec, create=plan.sink.create, evolve=plan.sink.evolve)
+    if layout.spec.mode == "insert":
+        past = target.past_places(plan.place, layout.spec, plan.origin, plan.pipeline.sink_names)
+        # Another pipeline that writes the source to a table of its own keeps its position.
+        is_new = plan.progress.origin is None
+        sharers = (*sharers, *(place for place in past if is_new or place.pipeline == plan.place.pipeline))
+    target.merge(Merge(plan.place, layout.spec, plan.origin, {}, {}, clear=True, sharers=sharers))
 
 
 def _outlast(work: Callable[[], T], patience: Sequence[float] = OUTAGES) -> T:

@@ -26,5 +26,11 @@ def apply(target: Target, table: TableSpec, batch: Sequence[Change]) -> None:
         target.merge(Merge(PLACE, table, ORIGIN, {0: at}, {0: (at or 0) + len(batch)}, loads))
 
 
+def text(key: str, value: str) -> Change:
+    """A record of a table with the text columns ``id``, the key, and ``v``."""
+    changed: Any = (key, "")
+    return changed, {"v": value}
+
+
 def one(number: int, fields: dict[str, Any] | None) -> Change:
     return (number, ""), fields

@@ -21,11 +21,11 @@ import pyarrow as pa
 import pymysql
 import pytest
 
-from zync_assets.errors import SinkError, TableUnfit, TargetUnavailable
+from zync_assets.errors import SinkError, TableUnfit, TargetRefused, TargetUnavailable
 from zync_assets.sinks.mysql import MysqlTarget
 from zync_assets.sinks.target import Column, Merge, TableSpec
 from zync_assets_tests.network.certificates import Authority
-from zync_assets_tests.sinks.batches import apply, one, spec
+from zync_assets_tests.sinks.batches import apply, one, spec, text
 from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, assert_conforms, assert_refuses
 
 pytestmark = [
@@ -132,6 +132,58 @@ def test_a_partial_update_needs_no_column_that_may_be_null(server: Server, datab
     with pytest.raises(SinkError, match="doesn't have a default value"):
         apply(target, table, [one(3, {"price": Decimal(1)})])
     assert target.progress(PLACE) == before
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ("id varchar(100) NOT NULL, v text, UNIQUE KEY (id(3))", "no primary key or unique constraint is on (id)"),
+        ("id varchar(100) NOT NULL, v text, PRIMARY KEY (id(3))", "no primary key or unique constraint is on (id)"),
+        ("id text NOT NULL, v text", "no primary key or unique constraint is on (id)"),
+        ("id varchar(100) PRIMARY KEY, v text", "the key's column id takes texts for equal that differ"),
+        (
+            "id varchar(100) COLLATE utf8mb4_bin PRIMARY KEY, v text",
+            "the key's column id takes texts for equal that differ",
+        ),
+    ],
+)
+def test_a_key_that_takes_different_texts_for_equal_is_refused(
+    server: Server, database: str, columns: str, problem: str
+) -> None:
+    server.run(database, f"CREATE TABLE `rows` ({columns}) CHARACTER SET utf8mb4 COLLATE utf8mb4_general_ci")
+    target, table = MysqlTarget(server.url(database)), spec(id=pa.string(), v=pa.string())
+    with pytest.raises(TableUnfit) as error:
+        target.prepare(table, create=False, evolve="none")
+    assert problem in str(error.value)
+    server.run(database, *str(error.value).split("run:")[1].strip().removesuffix(";").split("; "))
+    with suppress(TableUnfit):
+        target.prepare(table, create=False, evolve="none")
+        problem = ""
+    if problem:
+        # The column has an index now, and is compared as before.
+        with pytest.raises(TableUnfit, match="the key's column id takes texts for equal that differ") as error:
+            target.prepare(table, create=False, evolve="none")
+        server.run(database, str(error.value).split("run:\n")[1])
+    target.prepare(table, create=False, evolve="none")
+    if "(3)" in columns:
+        # The index is there still. It takes no two keys with the same beginning, and no row gets the values of another.
+        with pytest.raises(TargetRefused, match="Duplicate entry 'abc'"):
+            apply(target, table, [text("abc", "1"), text("abcd", "3")])
+        return
+    apply(target, table, [text("abc", "1"), text("ABC", "2"), text("abcd", "3"), text("abc ", "4")])
+    found = server.run(database, "SELECT id, v FROM `rows` ORDER BY v")
+    assert found == [("abc", "1"), ("ABC", "2"), ("abcd", "3"), ("abc ", "4")]
+
+
+def test_a_record_with_the_values_of_another_unique_index_is_refused(server: Server, database: str) -> None:
+    server.run(database, "CREATE TABLE `rows` (id bigint PRIMARY KEY, name varchar(9) UNIQUE, n int)")
+    target, table = MysqlTarget(server.url(database)), spec(id=pa.int64(), name=pa.string(), n=pa.int32())
+    target.prepare(table, create=False, evolve="none")
+    apply(target, table, [one(1, {"name": "a", "n": 1})])
+    with pytest.raises(TargetRefused, match="Duplicate entry 'a'"):
+        apply(target, table, [one(2, {"name": "a", "n": 2})])
+    apply(target, table, [one(1, {"name": "b", "n": 3}), one(2, {"name": "a", "n": 2})])
+    assert server.run(database, "SELECT id, name, n FROM `rows` ORDER BY id") == [(1, "b", 3), (2, "a", 2)]
 
 
 def test_values_that_mysql_would_change_are_refused(server: Server, database: str) -> None:

@@ -30,7 +30,7 @@ from zync_assets.sinks.target import Column, Merge, TableSpec
 from zync_assets_tests.connect import Postgres, postgres
 from zync_assets_tests.mini import mini
 from zync_assets_tests.network.certificates import Authority
-from zync_assets_tests.sinks.batches import apply, one, spec
+from zync_assets_tests.sinks.batches import apply, one, spec, text
 from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, Change, assert_conforms
 
 if TYPE_CHECKING:
@@ -176,6 +176,50 @@ def test_a_text_does_not_go_into_a_column_that_would_cut_it(server: Postgres, da
     server.run(database, f"CREATE TABLE rows (id bigint PRIMARY KEY, v {kind})")
     with pytest.raises(TableUnfit, match=r"table rows: column v is .*, and its source is string; change the column"):
         PostgresTarget(url(server, database)).prepare(spec(id=pa.int64(), v=pa.string()), create=False, evolve="widen")
+
+
+def test_a_key_that_on_conflict_does_not_take_is_made_by_the_statement_of_the_error(
+    server: Postgres, database: str
+) -> None:
+    target, table = PostgresTarget(url(server, database)), spec(id=pa.string(), v=pa.string())
+    for made in (
+        "TABLE rows (id text PRIMARY KEY DEFERRABLE, v text)",
+        "TABLE rows (id text NOT NULL, v text)",
+        "TABLE rows (id text NOT NULL, v text) & CREATE UNIQUE INDEX part ON rows (id) WHERE v > 'a'",
+    ):
+        server.run(database, "DROP TABLE IF EXISTS rows", *f"CREATE {made}".split(" & "))
+        with pytest.raises(TableUnfit, match=r"no primary key or unique constraint is on \(id\); run: ") as error:
+            target.prepare(table, create=False, evolve="none")
+        server.run(database, str(error.value).split("run: ")[1])
+        target.prepare(table, create=False, evolve="none")
+    server.run(database, "CREATE VIEW shown AS SELECT * FROM rows")
+    with pytest.raises(TableUnfit, match="it is a view; name the view's table with table:"):
+        target.prepare(replace(table, name="shown"), create=False, evolve="none")
+
+
+def test_a_key_that_takes_different_texts_for_equal_is_refused(server: Postgres, database: str) -> None:
+    server.run(
+        database,
+        "CREATE COLLATION loose (provider = icu, locale = 'und-u-ks-level2', deterministic = false)",
+        "CREATE TABLE rows (id text COLLATE loose PRIMARY KEY, v text)",
+        "CREATE TABLE padded (id char(5) PRIMARY KEY, v text)",
+        "CREATE TABLE made (id text PRIMARY KEY, v text GENERATED ALWAYS AS (id || 'x') STORED)",
+        "CREATE TABLE counted (id text PRIMARY KEY, v bigint GENERATED ALWAYS AS IDENTITY)",
+    )
+    target, table = PostgresTarget(url(server, database)), spec(id=pa.string(), v=pa.string())
+    with pytest.raises(
+        TableUnfit, match="column id takes texts for equal that differ in case or spaces; run:"
+    ) as error:
+        target.prepare(table, create=False, evolve="none")
+    server.run(database, str(error.value).split("run:\n")[1])
+    target.prepare(table, create=False, evolve="none")
+    apply(target, table, [text("abc", "1"), text("ABC", "2")])
+    assert server.run(database, "SELECT id, v FROM rows ORDER BY v") == [("abc", "1"), ("ABC", "2")]
+    with pytest.raises(TableUnfit, match=r"column id is CHAR\(5\), and its source is string"):
+        target.prepare(replace(table, name="padded"), create=False, evolve="none")
+    for name, kind in (("made", pa.string()), ("counted", pa.int64())):
+        with pytest.raises(TableUnfit, match="the database itself generates column v; leave it out with columns:"):
+            target.prepare(replace(spec(id=pa.string(), v=kind), name=name), create=False, evolve="none")
 
 
 @pytest.mark.parametrize(
@@ -431,7 +475,7 @@ def test_an_outage_is_no_refusal_and_no_error_has_the_password(server: Postgres,
     target.prepare(table, create=True, evolve="none")
     blocker = psycopg.connect(host="127.0.0.1", port=server.port, user="postgres", dbname=database)
     blocker.execute("LOCK TABLE rows")
-    server.run("postgres", f"ALTER DATABASE {database} SET lock_timeout = 200")
+    # The session's own limit: other sinks and steps wait as long as the statement does.
     with pytest.raises(TargetUnavailable, match="lock timeout"):
         apply(target, table, [one(1, {"name": "a"})])
     blocker.close()

@@ -14,7 +14,7 @@ import pytest
 from zync_assets.errors import SinkError, TableUnfit
 from zync_assets.sinks.sqlite import SqliteTarget
 from zync_assets.sinks.target import Column, TableSpec
-from zync_assets_tests.sinks.batches import apply, one
+from zync_assets_tests.sinks.batches import apply, one, text
 from zync_assets_tests.sinks.conformance import assert_conforms, assert_refuses
 
 
@@ -52,6 +52,45 @@ def test_a_table_that_does_not_fit_is_left_as_it_is_and_the_error_has_the_ddl(tm
         target.prepare(spec(name=pa.string(), id=pa.int64()), create=True, evolve="widen")
     with pytest.raises(TableUnfit, match=r"table gone is not there\. Set create: true, or run:\nCREATE TABLE gone"):
         target.prepare(TableSpec("gone", spec(id=pa.int64()).columns, ("id",), "upsert"), create=False, evolve="none")
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (
+            "TABLE rows (id TEXT NOT NULL, v TEXT)",
+            "no primary key or unique constraint is on (id); run: CREATE UNIQUE INDEX",
+        ),
+        (
+            "TABLE rows (id TEXT NOT NULL, v TEXT); CREATE UNIQUE INDEX some ON rows (id) WHERE v > 'a'",
+            "no primary key or unique constraint is on (id); run: CREATE UNIQUE INDEX",
+        ),
+        (
+            "TABLE rows (id TEXT COLLATE NOCASE PRIMARY KEY, v TEXT)",
+            "the key's column id takes texts for equal that differ",
+        ),
+        (
+            "TABLE rows (id TEXT PRIMARY KEY, v TEXT AS (id || 'x'))",
+            "the database itself generates column v; leave it out",
+        ),
+        (
+            "TABLE kept (id TEXT PRIMARY KEY, v TEXT); CREATE VIEW rows AS SELECT * FROM kept",
+            "it is a view; name the view's",
+        ),
+    ],
+)
+def test_a_table_that_takes_no_row_by_its_key_is_refused_with_the_cure(tmp_path: Path, made: str, problem: str) -> None:
+    target, table = SqliteTarget(f"sqlite:///{tmp_path}/it.db"), spec(id=pa.string(), v=pa.string())
+    with sqlite3.connect(tmp_path / "it.db") as connection:
+        connection.executescript(f"CREATE {made}")
+    with pytest.raises(TableUnfit) as error:
+        target.prepare(table, create=False, evolve="none")
+    assert problem in str(error.value)
+    if "run: " in problem:
+        with sqlite3.connect(tmp_path / "it.db") as connection:
+            connection.executescript(str(error.value).split("run: ")[1])
+        target.prepare(table, create=False, evolve="none")
+        apply(target, table, [text("a", "1"), text("A", "2")])
 
 
 def test_a_text_does_not_go_into_a_column_that_would_make_it_a_number(tmp_path: Path) -> None:
