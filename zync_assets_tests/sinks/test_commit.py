@@ -548,6 +548,29 @@ def test_values_that_debezium_did_not_send_leave_columns_of_every_type(
     assert rows(it) == expected
 
 
+def test_a_table_that_refuses_every_record_ends_the_batch(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, TEXT)
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("CREATE TABLE rows (id BIGINT PRIMARY KEY, v TEXT CHECK (v <> 'bad'), twice TEXT)")
+    it.send(it.left, *(row(number, "bad") for number in range(130)))
+    it.step()
+    with pytest.raises(BadRecords, match="100 records one after the other were refused, and are in quarantine"):
+        write(it)
+    assert rows(it, "SELECT next FROM zync_positions") == [(100,)]
+    # The next run goes on where this one ended.
+    assert write(it) == [0]
+    assert len(list(refused_records(it.pipeline, Selection()))) == 130
+    # A table that does not fit any more may have to be made anew. It is empty then.
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.executescript("DROP TABLE rows; CREATE TABLE rows (id BIGINT, v TEXT, twice TEXT)")
+    it.send(it.left, row(1, "a"))
+    it.step()
+    with pytest.raises(TableUnfit, match=r"run: CREATE UNIQUE INDEX .*\nIf you make the table anew, .* --reset rows"):
+        write(it)
+
+
 FLATTENED = """
 inputs:
   - {topic: $left, pool: Raw, format: json, key-schema: id bigint, value-schema: "id bigint, v string, w string"}
