@@ -340,7 +340,10 @@ def restore(pipeline: Path, source: str, topic: str, since: str | None, until: s
     from zync_assets.pipeline_file import load
     from zync_assets.publish.restore import restore as restored
 
-    made = restored(load(pipeline), source, topic, _micros("--since", since), _micros("--until", until))
+    first, end = _micros("--since", since), _micros("--until", until)
+    if first is not None and end is not None and first >= end:
+        raise click.UsageError(f"--until {until} is not after --since {since}. Write a later time for --until.")
+    made = restored(load(pipeline), source, topic, first, end)
     print_rows((vars(item) for item in made), RESTORED, fmt)
 
 

@@ -232,6 +232,13 @@ def test_a_missing_topic_is_one_line_on_stderr(zync: Zync, unique: str, command:
     assert f"{unique}-value" not in zync("ls").stdout
 
 
+def test_a_restore_of_no_time_makes_nothing(zync: Zync, unique: str, tmp_path: Path) -> None:
+    times = "--since", "2026-11-24T03:00Z", "--until", "2026-11-24T03:00Z"
+    result = zync("restore", str(tmp_path / "shop.yaml"), "--from", "Raw.orders", "--to", unique, *times)
+    assert result.exit_code == 2
+    assert "--until 2026-11-24T03:00Z is not after --since 2026-11-24T03:00Z. Write a later time" in result.stderr
+
+
 def test_bad_lines_are_named(zync: Zync, topic: str) -> None:
     for text, named in (
         ('{"a": 1}\n{"a":', "line 2"),
