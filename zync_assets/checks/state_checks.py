@@ -23,7 +23,7 @@ from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.errors import LakeError, SinkError, TableUnfit
 from zync_assets.etl.views.rebuild import state_counts
 from zync_assets.etl.views.tables import stored_tables
-from zync_assets.lake.check_results import CheckResult, Number, conclude
+from zync_assets.lake.check_results import CheckResult, Number, conclude, count_text
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.stores import is_state_file
 from zync_assets.offsets import OffsetRange
@@ -74,15 +74,16 @@ def state_equals_raw(pipeline: Pipeline, pool: str, session: Session) -> CheckRe
         rows += found.rows
         if found.differing:
             problems.append(
-                f"table {table.name}: {found.differing} keys have another row in the raw pool. Make the state again:"
-                f" {pipeline.command('rebuild', '--state')}"
+                f"table {table.name}: the raw pool has another row for {count_text(found.differing, 'key')}. Make the"
+                f" state again: {pipeline.command('rebuild', '--state')}"
             )
         if found.unindexed:
             problems.append(
-                f"table {table.name}: its index lacks {found.unindexed} rows, so that joins may miss them. Make the state"
-                f" again: {pipeline.command('rebuild', '--state')}"
+                f"table {table.name}: its index lacks {count_text(found.unindexed, 'row')}, so that joins may miss some. Make"
+                f" the state again: {pipeline.command('rebuild', '--state')}"
             )
-    return conclude(STATE, pool, "error", problems, f"{rows} rows of state equal the raw pool", {"rows": rows})
+    good = f"{count_text(rows, 'row')} of state {'equals' if rows == 1 else 'equal'} the raw pool"
+    return conclude(STATE, pool, "error", problems, good, {"rows": rows})
 
 
 def _state_failure(table: str, text: str) -> LakeError:
@@ -127,6 +128,8 @@ class Differences:
 
     def __str__(self) -> str:
         texts = "; ".join(f"{name}: {text}" for name, text in self.first)
+        if self.differing == 1:
+            return f"1 row differs. {texts}"
         more = "; ..." if self.differing > len(self.first) else ""
         return f"{self.differing} rows differ, with keys from {self.low} to {self.high}. {texts}{more}"
 

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from zync_assets.checks.sink_checks import sink_results
-from zync_assets.checks.state_checks import rows_match
+from zync_assets.checks.state_checks import Differences, rows_match
 from zync_assets.cli.main import main
 from zync_assets.errors import BadRecords, SinkError, TableUnfit
 from zync_assets.kafka.registry import Registry
@@ -719,3 +719,9 @@ def test_a_killed_sink_run_again_ends_as_if_nothing_had_been(
 
 
 ZYNC = (sys.executable, "-c", "from zync_assets.cli.main import main; main()")
+
+
+def test_the_text_of_one_difference_has_no_range_of_keys() -> None:
+    one = Differences(5, 1, (("id=2", "another value in v"),), "id=2", "id=2")
+    assert str(one) == "1 row differs. id=2: another value in v"
+    assert str(one + one).startswith("2 rows differ, with keys from id=2 to id=2. ")
