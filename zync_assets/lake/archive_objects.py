@@ -24,7 +24,7 @@ from pyarrow import fs
 
 from zync_assets.codecs.connect.payloads import odd_float_text
 from zync_assets.errors import LakeError
-from zync_assets.lake import storage
+from zync_assets.lake import storage, stores
 from zync_assets.lake.archive import JSON_LINES, PARQUET, SUFFIXES, ArchiveObject, read_file, write_whole
 
 SMALL_BYTES = 5 << 20
@@ -120,7 +120,7 @@ def read_lines(archive: str, item: ArchiveObject) -> Iterator[dict[str, Any]]:
         raise _gone(archive, item) from None
     except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
         raise LakeError(
-            f"archive {archive}: the object {item.path} can't be read: {error}. Restore it from a copy."
+            f"archive {archive}: the object {item.path} can't be read: {stores.first_line(error)}. Restore it from a copy."
         ) from None
 
 

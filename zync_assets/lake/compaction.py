@@ -40,7 +40,7 @@ from pyarrow import fs
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.evolution import conform
 from zync_assets.errors import CommitConflict, LakeError, ZyncError
-from zync_assets.lake import log, raw, raw_files, storage, tables, tampering
+from zync_assets.lake import log, raw, raw_files, storage, stores, tables, tampering
 from zync_assets.lake.log import DataFile, LakeTable
 from zync_assets.lake.raw_files import MAX_RECORDS
 from zync_assets.lake.staging import ACCOUNT
@@ -212,7 +212,9 @@ def _open(uri: str, item: DataFile) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, filesystem=system)
     except (OSError, pa.ArrowInvalid) as error:
-        raise LakeError(f"table {uri}, file {item.path} can't be read: {error}. Restore it from a copy.") from error
+        raise LakeError(
+            f"table {uri}, file {item.path} can't be read: {stores.first_line(error)}. Restore it from a copy."
+        ) from error
 
 
 def _conform_batch(batch: pa.RecordBatch, schema: pa.Schema, last_time: int | None) -> pa.RecordBatch:

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc, python_rows
 from zync_assets.errors import LakeError
-from zync_assets.lake import storage
+from zync_assets.lake import storage, stores
 from zync_assets.lake.log import DataFile
 from zync_assets.offsets import OffsetRange
 
@@ -128,7 +128,9 @@ def rows_at(
             try:
                 rows |= _read(uri, candidates, columns)
             except (OSError, pa.ArrowInvalid) as error:
-                raise LakeError(f"file {uri} can't be read: {error}. Restore it from a copy.") from error
+                raise LakeError(
+                    f"file {uri} can't be read: {stores.first_line(error)}. Restore it from a copy."
+                ) from error
     return rows
 
 

@@ -304,7 +304,8 @@ def _table(file: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """A library's error of many lines as one line, without the XML answer of a store and without stack traces."""
+    """A library's error of many lines as one line, without the XML answer of a store, stack traces and a full stop."""
     lines = [re.sub(r"\x1b\[[0-9;]*m|↳", "", line).strip() for line in str(error).splitlines()]
     plain = [line for line in lines if line and "<?xml" not in line and not _TRACE.match(line)]
-    return ": ".join(plain[:1] + plain[-1:] if len(plain) > 1 else plain) or type(error).__name__
+    text = ": ".join(plain[:1] + plain[-1:] if len(plain) > 1 else plain)
+    return text.rstrip(".") or type(error).__name__

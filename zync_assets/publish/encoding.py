@@ -33,7 +33,7 @@ from zync_assets.etl.rules.output_schemas import (
     without,
 )
 from zync_assets.kafka.registry import Registry, subject_name
-from zync_assets.lake import staging, storage
+from zync_assets.lake import staging, storage, stores
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.publication import PublishState, WrittenSchema
 from zync_assets.lake.raw_files import HEADERS_TYPE
@@ -345,7 +345,7 @@ def _file_rows(uri: str, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
             source, BATCH_RECORDS, ["kafka.offset", *(name for name in names if name in own)]
         )
     except pa.ArrowInvalid as error:
-        raise LakeError(f"file {uri} can't be read: {error}. Restore it from a copy.") from None
+        raise LakeError(f"file {uri} can't be read: {stores.first_line(error)}. Restore it from a copy.") from None
 
 
 def payloads(topic: str, rows: pa.RecordBatch, schema_of: Callable[[str], RowSchema]) -> Payloads:

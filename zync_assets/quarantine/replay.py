@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import spark_schema
-from zync_assets.errors import LakeError, ZyncError
+from zync_assets.errors import ZyncError
 from zync_assets.etl.retries import ClassRange, carve, runs_within
 from zync_assets.ingest.files import shaped_schema, table_schema
 from zync_assets.ingest.plan import source_of
@@ -258,19 +258,16 @@ class RawReplayTask:
                 continue
             uri = storage.join(self.side_uri, item.path)
             system, path = storage.filesystem(uri)
-            try:
-                with pq.ParquetFile(path, filesystem=system) as file:
-                    for batch in storage.read_batches(file, _ROWS, ["kafka", "key", "value", "stage"]):
-                        offsets = pc.struct_field(batch.column("kafka"), "offset")
-                        mine = pc.and_(
-                            pc.is_in(offsets, targets),
-                            pc.invert(pc.is_in(batch.column("stage"), pa.array(RANGE_STAGES))),
-                        )
-                        entries = batch.filter(mine)
-                        if entries.num_rows:
-                            yield entries.cast(pa.schema([BAD_SCHEMA.field(name) for name in entries.schema.names]))
-            except (OSError, pa.ArrowInvalid) as error:
-                raise LakeError(f"file {uri} can't be read: {error}. Restore it from a copy.") from error
+            with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
+                for batch in storage.read_batches(file, _ROWS, ["kafka", "key", "value", "stage"]):
+                    offsets = pc.struct_field(batch.column("kafka"), "offset")
+                    mine = pc.and_(
+                        pc.is_in(offsets, targets),
+                        pc.invert(pc.is_in(batch.column("stage"), pa.array(RANGE_STAGES))),
+                    )
+                    entries = batch.filter(mine)
+                    if entries.num_rows:
+                        yield entries.cast(pa.schema([BAD_SCHEMA.field(name) for name in entries.schema.names]))
 
     def _with_times(self, partition: int, kafka: pa.Array) -> pa.Array:
         """The places with their final times."""

@@ -292,6 +292,7 @@ def test_a_folder_that_can_t_be_made_is_the_sink_s(tmp_path: Path, name: str, re
 
 BROKEN = {
     "no gzip": b"hi",
+    "no footer": b"text" * 9,
     "a part": gzip.compress(b'{"kafka": {}}\n' * 9)[:-12],
     "no JSON": gzip.compress(b"hi"),
     "no record": gzip.compress(b'{"key": 1}'),
@@ -314,6 +315,7 @@ def test_the_error_of_a_broken_object_names_it(tmp_path: Path, form: str, data: 
             )
         )
     assert item.path in str(error.value)
+    assert ".. " not in str(error.value)
     assert "Restore it from a copy" in str(error.value) or "run it again" in str(error.value)
 
 
