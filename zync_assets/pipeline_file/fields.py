@@ -47,6 +47,23 @@ def word_list(words: Iterable[str]) -> str:
     return ", ".join(filter(None, words)) or "none"
 
 
+def authority_fault(url: str) -> str | None:
+    """The fault of a URL's user, password, host and port, without their text; None if there is none.
+
+    A password with a bare @ or / would end up in the host's name, which errors show and DNS is asked for.
+    """
+    authority, *rest = re.split(r"[/?#]", url.partition("://")[2], maxsplit=1)
+    user, at, hosts = authority.rpartition("@")
+    cure = "In a user or a password, write @ as %40, : as %3A, / as %2F, ? as %3F and # as %23"
+    if "@" in user or (at and ":" in user.partition(":")[2]) or any("@" in text for text in rest):
+        return f"has an @ or a : too many. {cure}"
+    for host in hosts.split(","):
+        name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
+        if name and port and not port.isdigit():
+            return f"has a port that is no number. Write host:port. {cure}"
+    return None
+
+
 def kind(node: Node) -> str:
     """The kind of a node in words, without the node's value."""
     if isinstance(node, Items):

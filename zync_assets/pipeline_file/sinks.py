@@ -14,7 +14,7 @@ from zync_assets.lake import stores
 from zync_assets.pipeline import KAFKA, Evolve, Input, LakeUri, OnBadRecord, Output, Sink, SinkMode, SinkTable
 from zync_assets.pipeline_file.conditions import is_of_key
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, SqlProblem, check_expression
-from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables, word_list
+from zync_assets.pipeline_file.fields import Fields, authority_fault, kind, suggestion, tables, word_list
 from zync_assets.pipeline_file.key import Key, known_names
 from zync_assets.pipeline_file.source import Items, Scalar, YamlTable
 
@@ -29,6 +29,9 @@ SCHEMES: Mapping[str, tuple[str, ...]] = {
     FILES: (),
 }
 """Type of a sink → how its URL begins. The path of a file is a URL of SQLite too, and that of a folder one of files."""
+
+COORDINATES = ("topic", "partition", "offset")
+"""The parts of `kafka` that a key may name."""
 
 _NAME = re.compile(r"[A-Za-z0-9_]+")
 _CLASS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
@@ -209,7 +212,8 @@ def read_sinks(
         if sink.name and sink.name in sinks:
             item.problem("name", f"`{sink.name}` is the name of another sink; give each sink a name of its own")
         if sink.name == KAFKA or sink.name in {source.pool for source in sources}:
-            item.problem("name", f"`{sink.name}` is the name of a pool; the assets of a sink need a name of their own")
+            use = "is reserved for Kafka's topics" if sink.name == KAFKA else "is the name of a pool"
+            item.problem("name", f"`{sink.name}` {use}; the assets of a sink need a name of their own")
         _check_shared(item, sink, sinks.values())
         sinks[sink.name] = sink
     return tuple(sinks.values())
@@ -235,7 +239,7 @@ def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool)
         _url(item, sink_type, path),
         _tables(item, sources, sink_type, is_whole=is_whole),
         mode,
-        tuple(_names(item, "key")),
+        _key(item),
         None if include is None else tuple(include),
         {} if columns is None else _rename(columns),
         None if before is None else _condition(before),
@@ -307,26 +311,9 @@ def _url(item: Fields, sink_type: str, path: Path) -> str:
     if url and starts and not url.startswith(starts):
         form = "a file's path, or sqlite:////path" if sink_type == "sqlite" else f"{starts[0]}user:password@host/db"
         item.problem("url", f"is no address of a {sink_type} database; write {form}")
-    elif starts and (fault := _authority_fault(url)) is not None:
+    elif starts and (fault := authority_fault(url)) is not None:
         item.problem("url", fault)
     return url
-
-
-def _authority_fault(url: str) -> str | None:
-    """The fault of a URL's user, password, host and port, without their text; None if there is none.
-
-    A password with a bare @ or / would end up in the host's name, which errors show and DNS is asked for.
-    """
-    authority, *rest = re.split(r"[/?#]", url.partition("://")[2], maxsplit=1)
-    user, at, hosts = authority.rpartition("@")
-    cure = "In a user or a password, write @ as %40, : as %3A, / as %2F, ? as %3F and # as %23"
-    if "@" in user or (at and ":" in user.partition(":")[2]) or any("@" in text for text in rest):
-        return f"has an @ or a : too many. {cure}"
-    for host in hosts.split(","):
-        name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
-        if name and port and not port.isdigit():
-            return f"has a port that is no number. Write host:port. {cure}"
-    return None
 
 
 def _files_url(item: Fields, url: str, path: Path) -> str:
@@ -355,8 +342,11 @@ def _tables(item: Fields, sources: list[SinkTable], sink_type: str, *, is_whole:
         item.problem("from", "is missing; name the sources, a list of Pool.Topic")
     is_files = sink_type == FILES
     template = item.text("table") or "{topic}" if "table" in item else "{name}" if is_files else "{topic}"
+    parts = template.split(".")
     if is_files and "/" in template:
         item.problem("table", "must be the name of one folder, without /")
+    elif not is_files and sink_type in SCHEMES and (len(parts) > 2 or not all(parts)):
+        item.problem("table", f"is {template}; write a table as `table` or `schema.table`")
     for place in _PLACE.findall(template):
         if place not in ("topic", "whole-topic") and "table" in item:
             item.problem("table", f"knows no {{{place}}}; write {{topic}} or {{whole-topic}}")
@@ -406,6 +396,16 @@ def _names(item: Fields, key: str) -> list[str]:
     if len(set(names)) != len(names):
         item.problem(key, "has a name twice")
     return names
+
+
+def _key(item: Fields) -> tuple[str, ...]:
+    names = _names(item, "key")
+    for name in names:
+        side, dot, own = name.partition(".")
+        if dot and side == KAFKA and own not in COORDINATES:
+            there = word_list(f"kafka.{each}" for each in COORDINATES)
+            item.problem("key", f"names {name}, which no record has; of Kafka there are {there}")
+    return tuple(names)
 
 
 def _rename(columns: Fields) -> dict[str, str]:

@@ -27,6 +27,15 @@ SHARED = "from: [Raw.shop.*], key: [id], table: orders"
     [
         ("name: two", "name: one", 8, "sinks[1].name: `one` is the name of another sink"),
         ("name: two", "name: Raw", 8, "sinks[1].name: `Raw` is the name of a pool"),
+        ("name: two", "name: kafka", 8, "sinks[1].name: `kafka` is reserved for Kafka's topics; the assets"),
+        (
+            "key: [id], table: others",
+            "key: [kafka.nope]",
+            8,
+            "sinks[1].key: names kafka.nope, which no record has; of Kafka there are kafka.topic, kafka.partition,",
+        ),
+        ("table: others", "table: a.b.c", 8, "sinks[1].table: is a.b.c; write a table as `table` or `schema.table`"),
+        ("table: others", "table: shop.", 8, "sinks[1].table: is shop.; write a table as"),
         ("name: two", "name: a b", 8, "sinks[1].name: must consist of letters, digits and _"),
         ("type: sqlite", "type: sqlit", 7, "or a class as package.module:Class; did you mean `sqlite`?"),
         ("type: sqlite, url: shop.db", "type: postgres, url: 'mysql://u:secret@h/d'", 7, "is no address of a postgres"),
