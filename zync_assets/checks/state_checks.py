@@ -30,6 +30,7 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
 from zync_assets.sinks.commit import loaded
+from zync_assets.sinks.files import FilesTarget
 from zync_assets.sinks.fold import DELETE, OP, SET, UPDATE
 from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, reset_command, source_frame
 from zync_assets.sinks.target import TableSpec, Target, open_target
@@ -97,7 +98,9 @@ def rows_match(pipeline: Pipeline, session: Session, sink: Sink, table: SinkTabl
     table can't be read.
     """
     subject = sink_subject(sink, table)
-    if sink.mode == "insert" and (sink.key or open_target(sink).whole_records):
+    if isinstance(target := open_target(sink), FilesTarget):
+        return _objects_are_whole(pipeline, sink, table, target)
+    if sink.mode == "insert" and (sink.key or target.whole_records):
         return conclude(ROWS_MATCH, subject, "error", [], "not compared: appended rows have no unique key", {})
     for _ in range(LOOKS):
         try:
@@ -113,6 +116,20 @@ def rows_match(pipeline: Pipeline, session: Session, sink: Sink, table: SinkTabl
             return conclude(ROWS_MATCH, subject, "error", problems, "every row is what its records make it", numbers)
     problem = "a sink wrote the table while its rows were compared. Stop the sink, and check again."
     return conclude(ROWS_MATCH, subject, "error", [problem], "", {})
+
+
+def _objects_are_whole(pipeline: Pipeline, sink: Sink, table: SinkTable, target: FilesTarget) -> CheckResult:
+    """Each object that was made is there, or a longer one, and can be read."""
+    subject = sink_subject(sink, table)
+    try:
+        plan = plan_sink(pipeline, sink, table, check=False)
+        count, faults = target.object_faults(plan.place, table.name)
+    except SinkError as error:
+        return conclude(ROWS_MATCH, subject, "error", [str(error)], "", {})
+    cure = f"Bring the files back from a copy; or, if the lake has all records, write them again: {reset_command(plan)}"
+    problems = [f"{'; '.join(faults)}. {cure}"] if faults else []
+    good = f"{count_text(count, 'object')} {'is' if count == 1 else 'are'} there and readable; rows are not compared"
+    return conclude(ROWS_MATCH, subject, "error", problems, good, {"objects": count})
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, TypeVar
@@ -343,7 +344,7 @@ def restore(pipeline: Path, source: str, topic: str, since: str | None, until: s
     first, end = _micros("--since", since), _micros("--until", until)
     if first is not None and end is not None and first >= end:
         raise click.UsageError(f"--until {until} is not after --since {since}. Write a later time for --until.")
-    made = restored(load(pipeline), source, topic, first, end)
+    made = restored(load(pipeline), source, topic, first, end, partial(click.echo, err=True))
     print_rows((vars(item) for item in made), RESTORED, fmt)
 
 

@@ -2,7 +2,8 @@
 
     <archive>/<topic>/<time>/<partition>/<first>-<last>.parquet      or .jsonl.gz; first and last are offsets
     <archive>/_zync/positions            a Delta table without rows, whose numbers name the present state of each place
-    <archive>/_zync/states/<place>-<number>.json      a state: next offsets, and the objects of the last batch
+    <archive>/_zync/states/<place>-<number>.json      a state: next offsets, the objects of the last batch, and a list of objects
+    <archive>/_zync/lists/<place>-<number>.json       a further part of the list, which stays as it is
     <archive>/_zync/loads/<load>/        what a batch loaded: Parquet files, and a list of them
 
 An object's name and its records say each other: whoever writes an object again writes the same. A batch is committed by a
@@ -11,6 +12,8 @@ new state, before its objects have their names. They are made from the loads aft
 
 Small objects are merged: a further batch of the same time writes the old object's records and its own into one object, and
 removes the old one. For a moment both are there. A reader takes the object with the longer range (``list_objects``).
+
+Offsets may have gaps, so that the names of objects do not tell of a lost one. The list of a state does (``find_losses``).
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import json
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -30,7 +34,7 @@ from urllib.parse import parse_qsl
 import pyarrow as pa
 from pyarrow import fs
 
-from zync_assets.errors import CommitConflict, LakeError
+from zync_assets.errors import CommitConflict, LakeError, LakeUnavailable
 from zync_assets.lake import storage, tables
 from zync_assets.lake.log import LakeTable
 from zync_assets.pipeline import LakeUri
@@ -43,7 +47,11 @@ UNTIMED = "untimed"
 """The time in the names of records that have none, as those of a staging pool."""
 
 _OWN = "_zync"
+_NUMBER = "zync:state:"
 _NAME = re.compile(r"(.+)/([^/]+)/(\d+)/(\d+)-(\d+)(\.parquet|\.jsonl\.gz)")
+LISTED = 500
+"""Objects in the list of a state. More go into a file, because a state is written for each batch."""
+
 _POSITIONS = pa.schema([("place", pa.string())])
 
 
@@ -83,7 +91,8 @@ class Promise:
 class ArchiveState:
     """How far a place was written. ``next``: partition → next offset; ``tails``: partition → its last object;
     ``bad``: as in ``sinks.target.Progress``; ``removals``: objects that go → when they were written. An object that was written
-    again since then, by a run after the reset, stays."""
+    again since then, by a run after the reset, stays. ``objects``: all objects, but for those of the files ``lists``; None for a
+    state of an earlier version. ``begin``: the version of the table of positions before the place's first batch."""
 
     table: LakeTable | None = field(repr=False)
     number: int | None = None
@@ -94,6 +103,9 @@ class ArchiveState:
     loads: tuple[str, ...] = ()
     removals: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
     bad: tuple[tuple[int, int, str, str], ...] = ()
+    objects: tuple[str, ...] | None = ()
+    lists: tuple[str, ...] = ()
+    begin: int = -1
 
 
 @dataclass(frozen=True)
@@ -187,12 +199,16 @@ def open_state(archive: str, place: str) -> ArchiveState:
         # A list of an earlier version tells no times.
         row["removals"] if isinstance(row["removals"], dict) else dict.fromkeys(row["removals"]),
         tuple((item[0], item[1], item[2], item[3]) for item in row["bad"]),
+        tuple(row["objects"]) if "objects" in row else None,
+        tuple(row.get("lists", ())),
+        row.get("begin", -1),
     )
 
 
 def commit_state(archive: str, place: str, before: ArchiveState, after: ArchiveState) -> ArchiveState:
     """Set the state of a place. Raises CommitConflict if another run set it since ``before`` was opened."""
     number = secrets.randbits(62)
+    after = _with_short_list(archive, place, number, after)
     row = {name: value for name, value in asdict(replace(after, table=None)).items() if name not in ("table", "number")}
     path = _state_path(place, number)
     write_whole(archive, path, lambda file: file.write(json.dumps(row).encode()))
@@ -203,11 +219,93 @@ def commit_state(archive: str, place: str, before: ArchiveState, after: ArchiveS
         else:
             tables.commit(before.table, [], numbers)
     except CommitConflict:
-        storage.remove_file(storage.join(archive, path))
+        for name in (path, *(set(after.lists) - set(before.lists))):
+            storage.remove_file(storage.join(archive, name))
         raise
     if before.number is not None:
-        storage.remove_file(storage.join(archive, _state_path(place, before.number)))
+        for name in (_state_path(place, before.number), *(set(before.lists) - set(after.lists))):
+            storage.remove_file(storage.join(archive, name))
     return open_state(archive, place)
+
+
+def _with_short_list(archive: str, place: str, number: int, state: ArchiveState) -> ArchiveState:
+    """The state, with the objects that will not change in a file of their own if they are many."""
+    if state.objects is None or len(state.objects) <= LISTED + len(state.tails):
+        return state
+    tails = set(state.tails.values())
+    path = f"{_OWN}/lists/{place}-{number}.json"
+    text = json.dumps([item for item in state.objects if item not in tails]).encode()
+    write_whole(archive, path, lambda file: file.write(text))
+    kept = tuple(item for item in state.objects if item in tails)
+    return replace(state, objects=kept, lists=(*state.lists, path))
+
+
+# ---- what is lost
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a state says of the objects of a topic. ``listed``: those that were made, by partition and offset; ``lost``: those
+    whose records no object has; ``unmade``: those of ``lost`` that a run makes of its loads; ``is_whole``: whether ``listed`` has
+    all objects. A state of an earlier version has only the last ones."""
+
+    listed: tuple[ArchiveObject, ...]
+    lost: tuple[ArchiveObject, ...]
+    unmade: frozenset[ArchiveObject]
+    is_whole: bool
+
+
+def find_losses(archive: str, topic: str) -> Losses | None:
+    """What was made of the objects of a topic, and is not there. None if the archive does not tell: ``_zync/`` is not there, or
+    not whole."""
+    try:
+        table = tables.open_table(_positions(archive))
+        names = [name.removeprefix(_NUMBER) for name in (table.numbers if table else ()) if name.startswith(_NUMBER)]
+        states = [open_state(archive, name) for name in names]
+        own = [state for state in states if any(item.topic == topic for item in _parsed(_traces(state)))]
+        # What a sink wrote is gone when a sink with another name begins at a reset.
+        last = max(own, key=lambda state: state.begin, default=None)
+        if last is None or (last.objects is None and len(own) > 1):
+            return None
+        return place_losses(archive, topic, last)
+    except LakeUnavailable:
+        raise
+    except LakeError:
+        return None
+
+
+def place_losses(archive: str, topic: str, state: ArchiveState) -> Losses:
+    """What a state says of the objects of a topic. LakeError if a file of its list is gone."""
+    paths = list(state.tails.values() if state.objects is None else state.objects)
+    for name in state.lists:
+        try:
+            paths += json.loads(read_file(archive, name))
+        except FileNotFoundError as error:
+            raise LakeError(f"archive {archive}: the file {error} is gone. Restore it from a copy.") from None
+    # Somebody may have given the folder of a topic another name.
+    named = {replace(item, topic=topic) for item in _parsed(paths)}
+    listed = sorted(named, key=lambda item: (item.partition, item.first))
+    # The state was read first: a run that goes on in the meantime only makes longer objects.
+    there = list_objects(archive, topic)
+    lost = tuple(item for item in listed if not _is_covered(item, there))
+    promised = {item.path for item in state.promises} if set(state.loads) & set(list_loads(archive)) else set[str]()
+    unmade = frozenset(item for item in lost if item.path in promised)
+    return Losses(tuple(listed), lost, unmade, state.objects is not None)
+
+
+def _traces(state: ArchiveState) -> list[str]:
+    """Paths that tell the topic of a state."""
+    return [*state.tails.values(), *state.removals]
+
+
+def _parsed(paths: Iterable[str]) -> list[ArchiveObject]:
+    return [item for item in map(parse_object, paths) if item is not None]
+
+
+def _is_covered(item: ArchiveObject, there: Sequence[ArchiveObject]) -> bool:
+    """Whether an object, or a longer one, is there. ``there``: by partition and offset, without overlaps."""
+    at = bisect_right(there, (item.partition, item.first), key=lambda each: (each.partition, each.first)) - 1
+    return at >= 0 and there[at].partition == item.partition and item.last <= there[at].last
 
 
 def write_times(archive: str, paths: Sequence[str]) -> dict[str, int | None]:
@@ -295,6 +393,18 @@ def time_name(micros: int | None, interval: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime(form)
 
 
+def time_start(name: str) -> int | None:
+    """The first microsecond of a time in an object's name; None for records without a time.
+
+    >>> time_start("2001-09-09T01-00")
+    999997200000000
+    """
+    for form in ("%Y-%m-%dT%H-%M", "%Y-%m-%dT%H-%M-%S"):
+        with suppress(ValueError):
+            return int(datetime.strptime(name, form).replace(tzinfo=UTC).timestamp()) * 1_000_000
+    return None
+
+
 def read_file(archive: str, path: str) -> bytes:
     """The bytes of a file below an archive. FileNotFoundError for a missing file."""
     uri = storage.join(archive, path)
@@ -314,4 +424,4 @@ def _state_path(place: str, number: int) -> str:
 
 
 def _number_name(place: str) -> str:
-    return f"zync:state:{place}"
+    return _NUMBER + place

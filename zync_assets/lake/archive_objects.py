@@ -1,4 +1,4 @@
-"""The bytes of an archive's objects: records in Parquet, or as JSON lines that are packed by gzip.
+"""The bytes of an archive's objects: records in Parquet, or as JSON lines that are packed by gzip. The error for lost objects.
 
 The same records in the same order make the same bytes. JSON lines keep bytes, texts and the structure of values; the types of
 other values come from a schema (``typed_value``).
@@ -11,11 +11,12 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
+from time import sleep
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -25,10 +26,26 @@ from pyarrow import fs
 from zync_assets.codecs.connect.payloads import odd_float_text
 from zync_assets.errors import LakeError
 from zync_assets.lake import storage, stores
-from zync_assets.lake.archive import JSON_LINES, PARQUET, SUFFIXES, ArchiveObject, read_file, write_whole
+from zync_assets.lake.archive import (
+    JSON_LINES,
+    PARQUET,
+    SUFFIXES,
+    ArchiveObject,
+    Losses,
+    find_losses,
+    read_file,
+    time_start,
+    write_whole,
+)
 
 SMALL_BYTES = 5 << 20
 """An object below this size is merged with the records that follow it."""
+
+LOOKS = 5
+"""Seconds that a sink has to make an object."""
+
+NAMED = 10
+"""Objects that a text names."""
 
 GROUP_ROWS = 50_000
 """Rows of a Parquet row group. The number is fixed, so that the same records make the same bytes."""
@@ -119,15 +136,107 @@ def read_lines(archive: str, item: ArchiveObject) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         raise _gone(archive, item) from None
     except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
-        raise LakeError(
-            f"archive {archive}: the object {item.path} can't be read: {stores.first_line(error)}. Restore it from a copy."
-        ) from None
+        raise _unreadable(archive, item, error) from None
+
+
+def _unreadable(archive: str, item: ArchiveObject, error: Exception) -> LakeError:
+    reason = stores.first_line(error)
+    return LakeError(f"archive {archive}: the object {item.path} can't be read: {reason}. Restore it from a copy.")
 
 
 def _gone(archive: str, item: ArchiveObject) -> LakeError:
     return LakeError(
         f"archive {archive}: the object {item.path} is gone. A sink that is at work may have merged it: run it again."
     )
+
+
+def refuse_losses(archive: str, topic: str, since: int | None, until: int | None) -> bool:
+    """LakeError for an object of the times that was made, and is not there. Waits for a sink that makes objects at present.
+    Returns whether the archive tells of each object."""
+    losses = settled_losses(partial(find_losses, archive, topic))
+    if losses is None:
+        return False
+    wanted = set(within(losses.listed, since, until))
+    lost = [item for item in losses.lost if item in wanted]
+    if not lost:
+        return losses.is_whole
+    gone = [item.path for item in lost if item not in losses.unmade]
+    if not gone:
+        names = list_text([item.path for item in lost])
+        raise LakeError(f"archive {archive}: a sink has not made {names} yet. Run the sink again, or wait for its end.")
+    raise LakeError(
+        f"archive {archive}: a sink made {list_text(gone)}, which {'is' if len(gone) == 1 else 'are'} gone. Bring the files back"
+        " from a copy. If the lake still has the records, write --from Pool.Topic. Or leave out the time by --since or --until."
+    )
+
+
+def settled_losses(find: Callable[[], Losses | None]) -> Losses | None:
+    """What is lost, after a sink that is at work has made its objects. It has LOOKS seconds."""
+    for _ in range(LOOKS):
+        losses = find()
+        if losses is None or not losses.unmade:
+            return losses
+        sleep(1)
+    return find()
+
+
+def check_object(archive: str, item: ArchiveObject) -> None:
+    """LakeError for an object that can't be read: without a footer of Parquet, or with damaged gzip. An object that is not there
+    is none: a longer one may have taken its place in the meantime."""
+    uri = storage.join(archive, item.path)
+    system, path = storage.filesystem(uri)
+    try:
+        if system.get_file_info(path).type != fs.FileType.File:
+            return
+        with storage.access_errors(uri, "can't be read"):
+            if item.suffix == SUFFIXES[PARQUET]:
+                pq.read_metadata(path, filesystem=system)
+                return
+            with system.open_input_stream(path, compression=None) as stream, gzip.GzipFile(fileobj=stream) as packed:
+                while packed.read(1 << 20):
+                    pass
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise _unreadable(archive, item, error) from None
+
+
+def within(items: Sequence[ArchiveObject], since: int | None, until: int | None) -> list[ArchiveObject]:
+    """The objects that may have records of the times. ``items``: by partition and offset."""
+    kept: list[ArchiveObject] = []
+    after: ArchiveObject | None = None
+    end: int | None = None
+    for item in reversed(items):
+        # Time never runs back in a partition: the records of an object are from before the next interval.
+        if after is None or after.partition != item.partition:
+            end = None
+        elif after.time != item.time:
+            end = time_start(after.time)
+        start, after = time_start(item.time), item
+        is_early = since is not None and end is not None and end <= since
+        is_late = until is not None and start is not None and start >= until
+        if not (is_early or is_late):
+            kept.append(item)
+    return kept[::-1]
+
+
+def gap_note(archive: str, found: Sequence[ArchiveObject]) -> str:
+    """A note that names the gaps between objects; nothing if there are none."""
+    gaps = [
+        f"{before.path} and {item.path}"
+        for before, item in pairwise(found)
+        if item.partition == before.partition and item.first > before.last + 1
+    ]
+    if not gaps:
+        return ""
+    return (
+        f"note: archive {archive}: offsets are missing between {list_text(gaps)}. Kafka may never have had them. The folder"
+        " _zync, which would tell whether an object is lost, is not there, not whole, or of an earlier version."
+    )
+
+
+def list_text(names: Sequence[str]) -> str:
+    """Names, but for those that would be too many."""
+    more = f", and {len(names) - NAMED} others" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:

@@ -66,18 +66,20 @@ class Restored:
 @dataclass(frozen=True)
 class Archive:
     """Where archived records come from. ``name``: the same for the same archive; ``open``: partition → batches with ``kafka``,
-    ``key`` and ``value``, in order, each with whether its keys and values are JSON texts, of an object of JSON lines."""
+    ``key`` and ``value``, in order, each with whether its keys and values are JSON texts, of an object of JSON lines. ``note``:
+    what nobody can tell of the archive, or nothing."""
 
     name: str
     topic: str
     partitions: tuple[int, ...]
     open: Callable[[int], Iterator[tuple[pa.RecordBatch, bool]]]
+    note: str = ""
 
 
-def open_archive(pipeline: Pipeline, source: str) -> Archive:
-    """The archive of ``Raw.Topic`` or ``files:URL/topic``. LakeError if there is none."""
+def open_archive(pipeline: Pipeline, source: str, since: int | None = None, until: int | None = None) -> Archive:
+    """The archive of ``Raw.Topic`` or ``files:URL/topic``. LakeError if there is none, or if an object of the times is lost."""
     if source.startswith("files:"):
-        return _open_objects(source)
+        return _open_objects(source, since, until)
     pool, _, topic = source.partition(".")
     state = raw.open_raw(pipeline.lake, pool, topic)
     if state is None:
@@ -88,7 +90,7 @@ def open_archive(pipeline: Pipeline, source: str) -> Archive:
     return Archive(source, topic, parts, lambda partition: ((batch, False) for batch in _raw_batches(state, partition)))
 
 
-def _open_objects(source: str) -> Archive:
+def _open_objects(source: str, since: int | None, until: int | None) -> Archive:
     url, _, query = source.removeprefix("files:").partition("?")
     root, _, topic = url.rpartition("/")
     if not root or not topic or "/" in query:
@@ -96,6 +98,7 @@ def _open_objects(source: str) -> Archive:
     # The same folder is the same archive, wherever a restore is run.
     in_store = storage.is_store(root)
     root = LakeUri(root, stores.with_environment(root, {}, os.environ)) if in_store else str(Path(root).absolute())
+    is_whole = objects.refuse_losses(root, topic, since, until)
     found = archive.list_objects(root, topic)
     if not found:
         raise LakeError(f"--from {source}: there is no object of {topic} in {root}. Correct the URL.")
@@ -114,6 +117,7 @@ def _open_objects(source: str) -> Archive:
         lambda partition: chain.from_iterable(
             _object_batches(root, item) for item in found if item.partition == partition
         ),
+        "" if is_whole else objects.gap_note(root, objects.within(found, since, until)),
     )
 
 
@@ -149,14 +153,22 @@ def _file_batches(state: raw.RawState, path: str) -> Iterator[pa.RecordBatch]:
 
 
 def restore(
-    pipeline: Pipeline, source: str, topic: str, since: int | None = None, until: int | None = None
+    pipeline: Pipeline,
+    source: str,
+    topic: str,
+    since: int | None = None,
+    until: int | None = None,
+    say: Callable[[str], None] = lambda note: None,
 ) -> Iterator[Restored]:
     """Publish the records of an archive with ``since <= time < until`` (microseconds since the epoch) to a topic.
 
-    Makes the topic if it is missing. Raises KafkaError for a topic with other records, ForeignRecord and DataLoss if the topic
+    Makes the topic if it is missing. ``say`` gets a note if nobody can tell whether the archive is whole. Raises LakeError for an
+    archive that lost an object, KafkaError for a topic with other records, ForeignRecord and DataLoss if the topic
     changed in the meantime, and SchemaError for a record that can't be encoded.
     """
-    found = open_archive(pipeline, source)
+    found = open_archive(pipeline, source, since, until)
+    if found.note:
+        say(found.note)
     states = topic_states(pipeline.kafka, [topic])
     count = max(found.partitions, default=0) + 1
     state = states.get(topic) or create_topic(pipeline.kafka, topic, count, -1, CONFIG)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
@@ -24,6 +25,7 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, LakeError, LakeUnavailable, SinkError, TargetUnavailable
 from zync_assets.lake import archive, archive_objects, storage
 from zync_assets.lake.archive import ArchiveObject, ArchiveState, Promise
+from zync_assets.lake.check_results import count_text
 from zync_assets.pipeline import Evolve
 from zync_assets.sinks.target import (
     BadRecord,
@@ -35,6 +37,9 @@ from zync_assets.sinks.target import (
     Target,
     run_name,
 )
+
+_READERS = 8
+"""Objects that are read at the same time: each is a round trip to a store."""
 
 MANIFEST = "load.json"
 """The file of a load that lists its chunks."""
@@ -178,6 +183,12 @@ class FilesTarget(Target):
                         promise = Promise(longer, (tail.path, path), tail.path)
                 promises[promise.path] = promise
                 tails[chunk.partition] = promise.path
+        # A state of an earlier version has no list: what is there now begins one.
+        objects = before.objects
+        if objects is None:
+            there = archive.list_objects(self.root, merge.spec.name)
+            objects = (*(item.path for item in there), *before.tails.values())
+        gone = {promise.replaces for promise in promises.values()}
         cured = set(merge.cured)
         bad = [item for item in before.bad if (item[0], item[1]) not in cured]
         bad += [(item.partition, item.offset, item.key, item.error) for item in merge.bad]
@@ -190,6 +201,9 @@ class FilesTarget(Target):
             tuple(promises.values()),
             tuple(load.name for load in merge.loads),
             bad=tuple(bad),
+            objects=tuple(dict.fromkeys((*(path for path in objects if path not in gone), *promises))),
+            lists=before.lists,
+            begin=_version(before) if before.number is None else before.begin,
         )
 
     def _chunks(self, name: str) -> list[Chunk]:
@@ -198,7 +212,32 @@ class FilesTarget(Target):
     def _cleared(self, before: ArchiveState, merge: Merge) -> ArchiveState:
         objects = archive.list_objects(self.root, merge.spec.name)
         removals = archive.write_times(self.root, [item.path for item in objects])
-        return ArchiveState(before.table, before.number, removals=removals)
+        return ArchiveState(before.table, before.number, removals=removals, begin=_version(before))
+
+    def object_faults(self, place: Place, name: str) -> tuple[int, list[str]]:
+        """The number of the objects of a topic, and what is wrong with them: lost, or not readable. Raises SinkError."""
+        with _lake_errors():
+            found = archive_objects.settled_losses(
+                lambda: archive.place_losses(self.root, name, archive.open_state(self.root, _name(place)))
+            )
+            lost = () if found is None else found.lost
+            there = archive.list_objects(self.root, name)
+            with ThreadPoolExecutor(_READERS) as pool:
+                faults = [fault for fault in pool.map(self._object_fault, there) if fault is not None]
+        gone = archive_objects.list_text([item.path for item in lost])
+        texts = [f"the archive {self.root} lacks {count_text(len(lost), 'object')}: {gone}"] if lost else []
+        if faults:
+            texts.append(f"{count_text(len(faults), 'object')} can't be read: {faults[0].rstrip('.')}")
+        return len(there), texts
+
+    def _object_fault(self, item: ArchiveObject) -> str | None:
+        try:
+            archive_objects.check_object(self.root, item)
+        except LakeUnavailable:
+            raise
+        except LakeError as error:
+            return str(error)
+        return None
 
     def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
         if self.format != archive.PARQUET:
@@ -272,6 +311,10 @@ def _claim(state: ArchiveState, merge: Merge) -> None:
     is_other = state.origin is not None and state.origin != merge.origin
     if is_other or any(state.next.get(partition) != expected for partition, expected in merge.expected.items()):
         raise CommitConflict(f"{merge.place}: another run wrote first; run again")
+
+
+def _version(state: ArchiveState) -> int:
+    return -1 if state.table is None else state.table.version
 
 
 def _name(place: Place) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
+from click.testing import CliRunner, Result
 
+from zync_assets.cli.main import main
 from zync_assets.errors import ForeignRecord, KafkaError, LakeError, SchemaError
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
@@ -193,6 +196,41 @@ def test_texts_of_json_and_connect_are_not_taken_for_payloads(
             place.write_bytes(item.read_bytes())
     list(restore(it.pipeline, f"files:{tmp_path}/both/{it.left}", f"{unique}.both"))
     assert [records(it, f"{unique}.both", at) for at in (0, 1)] == [records(it, it.left, at) for at in (0, 1)]
+
+
+def test_an_archive_that_lost_an_object_is_refused_before_a_topic_is_made(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, PIPELINE.replace("Raw.*", "Raw.$left"))
+    for hour in range(3):
+        it.send(it.left, (b"k", b"%d" % hour), times=[TIME + hour * 3_600_000])
+    it.ingest()
+    list(sink_all(it.pipeline, lambda: spark))
+    first, lost, last = sorted((tmp_path / "archive" / it.left).glob("*/0/*"))
+    lost.unlink()
+
+    def zync(folder: str) -> Result:
+        words = (
+            "restore",
+            str(it.pipeline.path),
+            "--from",
+            f"files:{tmp_path}/{folder}/{it.left}",
+            "--to",
+            f"{unique}.copy",
+        )
+        return CliRunner().invoke(main, words)
+
+    result = zync("archive")
+    assert result.exit_code == 1
+    assert f"a sink made {lost.relative_to(tmp_path / 'archive')}, which is gone." in result.stderr
+    assert topic_states(it.pipeline.kafka, [f"{unique}.copy"]) == {}
+    # Without `_zync/`, nobody can tell.
+    shutil.copytree(tmp_path / "archive" / it.left, tmp_path / "copy" / it.left)
+    result = zync("copy")
+    assert result.exit_code == 0
+    names = [str(item.relative_to(tmp_path / "archive")) for item in (first, last)]
+    assert f"offsets are missing between {' and '.join(names)}. Kafka may never" in result.stderr
+    assert [row[3] for row in records(it, f"{unique}.copy", 0)] == [b"0", b"2"]
 
 
 def test_the_first_millisecond_of_1970_is_not_taken_for_the_present() -> None:
