@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,13 @@ _ranges = click.option(
     metavar="P:FIRST[-LAST]",
     help="Only these offsets of partition P, such as 0:17 or 0:17-99; may be given again.",
 )
+_sinks = click.option(
+    "--sink",
+    "sinks",
+    metavar="SINK",
+    multiple=True,
+    help="Only records that this sink's target refused; may be given again.",
+)
 
 
 @click.group()
@@ -74,17 +81,22 @@ def quarantine() -> None:
 @_pipeline
 @_topics
 @_ranges
+@_sinks
 @format_option
-def list_records(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt: Format) -> None:
+def list_records(
+    pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], sinks: tuple[str, ...], fmt: Format
+) -> None:
     """Show the records that lie in quarantine, a row each, and why.
 
     stage: key or value (it could not be decoded), etl (a rule fails on it), or sink (a target database refused it). Starts
     no JVM.
     """
     loaded = load(pipeline)
-    found = quarantined_records(loaded, selection(loaded, topics, ranges))
-    rows: list[dict[str, object]] = [{name: getattr(record, name) for name in COLUMNS} for record in found]
-    rows += [_refusal(record) for record in refused_records(loaded, selection(loaded, topics, ranges))]
+    asked = selection(loaded, topics, ranges, sinks)
+    rows: list[dict[str, object]] = [
+        {name: getattr(record, name) for name in COLUMNS} for record in _of_rules(loaded, asked)
+    ]
+    rows += [_refusal(record) for record in refused_records(loaded, asked)]
     print_rows(rows, COLUMNS, fmt)
 
 
@@ -119,8 +131,11 @@ def show(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -
 @_pipeline
 @_topics
 @_ranges
+@_sinks
 @format_option
-def replay(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt: Format) -> None:
+def replay(
+    pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], sinks: tuple[str, ...], fmt: Format
+) -> None:
     """Process quarantined records again, after the cause was fixed. The options select records; default: every record.
 
     A record that can be decoded now goes to its place in the raw pool. A record that a rule failed on goes through the rules
@@ -128,15 +143,15 @@ def replay(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt
     A record that still fails stays in quarantine: stderr has the reason, and the exit code is 1.
     """
     loaded = load(pipeline)
-    asked = selection(loaded, topics, ranges)
+    asked = selection(loaded, topics, ranges, sinks)
     session = partial(spark_session, loaded.spark, loaded.lake)
-    before = {record.place for record in quarantined_records(loaded, asked)}
+    before = {record.place for record in _of_rules(loaded, asked)}
     reasons: dict[tuple[str, int, int], str] = {}
-    for made in replay_all(loaded, session, asked):
+    for made in () if sinks else replay_all(loaded, session, asked):
         if isinstance(made, ReplayCommit):
             reasons |= {(made.topic, *place): reason for place, reason in made.reasons.items()}
     # A record that a rule fails on has the reason of this attempt: ETL committed it just now.
-    left = {record.place: reasons.get(record.place, record.error) for record in quarantined_records(loaded, asked)}
+    left = {record.place: reasons.get(record.place, record.error) for record in _of_rules(loaded, asked)}
     count, refused = replay_refused(loaded, session, asked)
     for place, reason in list(refused.items())[:REASONS]:
         click.echo(f"{place} stays: {reason}", err=True)
@@ -154,18 +169,31 @@ def replay(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], fmt
 @_pipeline
 @_topics
 @_ranges
+@_sinks
 @click.option("--all", "everything", is_flag=True, help="Every record of quarantine.")
 @format_option
-def drop(pipeline: Path, topics: tuple[str, ...], ranges: tuple[str, ...], everything: bool, fmt: Format) -> None:
+def drop(
+    pipeline: Path,
+    topics: tuple[str, ...],
+    ranges: tuple[str, ...],
+    sinks: tuple[str, ...],
+    everything: bool,
+    fmt: Format,
+) -> None:
     """Give up the records of quarantine that the options name: the account has them as dropped.
 
     Starts no JVM.
     """
-    if not (topics or ranges or everything):
-        raise ZyncError("say which records are to be dropped: --topic, --offsets or --all.")
+    if not (topics or ranges or sinks or everything):
+        raise ZyncError("say which records are to be dropped: --topic, --offsets, --sink or --all.")
     loaded = load(pipeline)
-    asked = selection(loaded, topics, ranges)
-    _say({"dropped": drop_all(loaded, asked) + drop_refused(loaded, asked)}, fmt)
+    asked = selection(loaded, topics, ranges, sinks)
+    _say({"dropped": (0 if sinks else drop_all(loaded, asked)) + drop_refused(loaded, asked)}, fmt)
+
+
+def _of_rules(pipeline: Pipeline, asked: Selection) -> Iterable[QuarantinedRecord]:
+    """The selected records that no target refused: none if sinks are named."""
+    return () if asked.sinks else quarantined_records(pipeline, asked)
 
 
 def _say(numbers: Mapping[str, int], fmt: Format) -> None:
@@ -175,14 +203,20 @@ def _say(numbers: Mapping[str, int], fmt: Format) -> None:
         click.echo(", ".join(f"{count} {name}" for name, count in numbers.items()))
 
 
-def selection(pipeline: Pipeline, topics: tuple[str, ...], ranges: tuple[str, ...]) -> Selection:
-    """The options as a selection; ZyncError for a topic that is no input, or for text that is no range."""
+def selection(
+    pipeline: Pipeline, topics: tuple[str, ...], ranges: tuple[str, ...], sinks: tuple[str, ...] = ()
+) -> Selection:
+    """The options as a selection; ZyncError for a topic that is no input, a sink that is none, or for text that is no range."""
     names = [item.topic for item in pipeline.inputs]
     staged = {table.topic for sink in pipeline.sinks for table in sink.tables if table.staged}
     for topic in topics:
         if topic not in names and topic not in staged:
             raise ZyncError(f"topic {topic} is no input of this pipeline; its inputs are {', '.join(names)}.")
-    return Selection(topics, tuple(_range(text) for text in ranges))
+    known = [sink.name for sink in pipeline.sinks]
+    for name in sinks:
+        if name not in known:
+            raise ZyncError(f"--sink {excerpt(name)}: the sinks of this pipeline are {', '.join(known) or 'none'}.")
+    return Selection(topics, tuple(_range(text) for text in ranges), sinks)
 
 
 def _range(text: str) -> OffsetRange:

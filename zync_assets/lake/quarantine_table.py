@@ -171,10 +171,12 @@ def entries(state: RawState, side: LakeTable | None, columns: Sequence[str] = ()
 
 @dataclass(frozen=True)
 class Selection:
-    """Selects records by topics and offset ranges. Empty ``topics`` or empty ``ranges`` select everything."""
+    """Selects records by topics and offset ranges. Empty ``topics`` or empty ``ranges`` select everything. ``sinks``: the sinks
+    whose refused records are selected; empty for all."""
 
     topics: tuple[str, ...] = ()
     ranges: tuple[OffsetRange, ...] = ()
+    sinks: tuple[str, ...] = ()
 
     def takes(self, topic: str, partition: int, offset: int) -> bool:
         if self.topics and topic not in self.topics:

@@ -77,6 +77,8 @@ def drop_refused(pipeline: Pipeline, selection: Selection) -> int:
 
 def _plans(pipeline: Pipeline, selection: Selection) -> Iterator[SinkPlan]:
     for sink in pipeline.sinks:
+        if selection.sinks and sink.name not in selection.sinks:
+            continue
         for table in sink.tables:
             if not selection.topics or table.topic in selection.topics:
                 yield plan_sink(pipeline, sink, table)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from zync_assets.checks.sink_checks import sink_results
 from zync_assets.checks.state_checks import Differences, rows_match
@@ -656,6 +656,20 @@ def test_an_envelope_that_is_no_change_of_a_row_is_put_aside(
     places = [(item.sink.name, item.bad.offset) for item in refused]
     assert places == [(name, offset) for name in ("rows", "some", "kept") for offset in (1, 2)]
     assert "an envelope without `after` changes a row only if its op is d" in refused[0].bad.error
+
+    # One sink's records are listed, written again and dropped without those of the others.
+    def quarantine(word: str, *options: str) -> Result:
+        return CliRunner().invoke(main, ["quarantine", word, str(it.pipeline.path), *options, "--format", "json"])
+
+    listed = [json.loads(line)["rule"] for line in quarantine("list", "--sink", "some").stdout.splitlines()]
+    assert listed == ["some/some"] * 2
+    replayed = quarantine("replay", "--sink", "some", "--sink", "kept", "--offsets", "0:1")
+    assert json.loads(replayed.stdout) == {"replayed": 0, "left": 2}
+    assert json.loads(quarantine("drop", "--sink", "some").stdout) == {"dropped": 2}
+    assert {item.sink.name for item in refused_records(it.pipeline, Selection())} == {"rows", "kept"}
+    wrong = quarantine("drop", "--sink", "other")
+    assert wrong.exit_code == 1
+    assert "--sink other: the sinks of this pipeline are rows, some, kept." in wrong.stderr
 
 
 KEY_BY_SQL = """
