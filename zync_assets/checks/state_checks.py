@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from heapq import nsmallest
@@ -25,7 +25,7 @@ from zync_assets.etl.views.rebuild import state_counts
 from zync_assets.etl.views.tables import stored_tables
 from zync_assets.lake.check_results import CheckResult, Number, conclude, count_text
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.lake.stores import is_state_file
+from zync_assets.lake.stores import first_line, is_state_file
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
@@ -33,7 +33,7 @@ from zync_assets.sinks.commit import loaded
 from zync_assets.sinks.files import FilesTarget
 from zync_assets.sinks.fold import DELETE, OP, SET, UPDATE
 from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, reset_command, source_frame
-from zync_assets.sinks.target import TableSpec, Target, open_target
+from zync_assets.sinks.target import Column, TableSpec, Target, open_target
 from zync_assets.spark.failures import spark_failures
 from zync_assets.spark.session import Session, lazy_session
 from zync_assets.spark.tasks import frame_results, search_settings, task_frame
@@ -46,6 +46,9 @@ LOOKS = 3
 """How often a table is compared, where rows differ and a sink has written meanwhile."""
 
 _PLACES = pa.schema([("refused_in", pa.int32()), ("refused_at", pa.int64())])
+
+_MISFITS = (pa.ArrowException, ArithmeticError, AttributeError, TypeError, ValueError)
+"""What a target's driver, pyarrow and the comparison raise for a value that is not of the column's type."""
 
 _UUID = re.compile("[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
@@ -215,10 +218,30 @@ def _folded(whole: Layout, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Rec
 
 
 def _stored(target: Target, spec: TableSpec, _: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The rows of the table."""
-    for batch in target.rows(spec):
-        rows = batch.to_pylist()
-        yield _batch(name=[_key(spec, row) for row in rows], found=[_values(spec, row) for row in rows])
+    """The rows of the table. SinkError names a column whose values have another type."""
+    try:
+        for batch in target.rows(spec):
+            rows = batch.to_pylist()
+            yield _batch(name=[_key(spec, row) for row in rows], found=[_values(spec, row) for row in rows])
+    except _MISFITS as error:
+        column = next((column for column in spec.columns if not _is_readable(target, spec, column)), None)
+        if column is None:
+            raise SinkError(first_line(error)) from None
+        kind = "JSON" if column.as_json else column.type
+        raise SinkError(
+            f"the column {column.name} has values that are no {kind}, because another program changed its type. Change the"
+            f" column back to a type for {kind}."
+        ) from None
+
+
+def _is_readable(target: Target, spec: TableSpec, column: Column) -> bool:
+    try:
+        for batch in target.rows(replace(spec, columns=(column,), key=())):
+            for row in batch.to_pylist():
+                _text(row[column.name], as_json=column.as_json)
+    except _MISFITS:
+        return False
+    return True
 
 
 def _compared(spec: TableSpec, is_whole: bool, batches: Iterable[pa.RecordBatch]) -> Differences:

@@ -100,6 +100,17 @@ def test_a_batch_is_folded_and_written_once(
             assert words in found.summary
             assert "zync_assets.errors" not in found.summary
         connection.execute("ALTER TABLE others RENAME TO rows")
+        # So does a column whose type was changed.
+        connection.execute("ALTER TABLE rows RENAME TO others")
+        connection.execute(f"CREATE TABLE rows AS SELECT CAST(id AS TEXT) || 'x' AS id, v, other AS {last} FROM others")
+    found = rows_match(it.pipeline, lambda: spark, sink, sink.tables[0])
+    assert found.summary == (
+        "sink shop, table rows: its rows can't be compared: the column id has values that are no int64, because another"
+        " program changed its type. Change the column back to a type for int64."
+    )
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("DROP TABLE rows")
+        connection.execute("ALTER TABLE others RENAME TO rows")
         connection.execute(f"ALTER TABLE rows RENAME COLUMN other TO {last}")
     reset_sink(it.pipeline, lambda: spark, "shop", "rows")
     assert rows(it) == []
