@@ -71,7 +71,7 @@ class Problem:
     key: str
     message: str
     explains: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """The keys whose other problems follow from this one."""
+    """The keys whose other problems follow from this problem."""
 
     def __str__(self) -> str:
         return ": ".join(

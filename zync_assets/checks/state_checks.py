@@ -48,7 +48,7 @@ LOOKS = 3
 _PLACES = pa.schema([("refused_in", pa.int32()), ("refused_at", pa.int64())])
 
 _MISFITS = (pa.ArrowException, ArithmeticError, AttributeError, TypeError, ValueError)
-"""What a target's driver, pyarrow and the comparison raise for a value that is not of the column's type."""
+"""Errors of a target's driver, of pyarrow and of the comparison for a value that is not of the column's type."""
 
 _UUID = re.compile("[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 
@@ -122,7 +122,7 @@ def rows_match(pipeline: Pipeline, session: Session, sink: Sink, table: SinkTabl
 
 
 def _objects_are_whole(pipeline: Pipeline, sink: Sink, table: SinkTable, target: FilesTarget) -> CheckResult:
-    """Each object that was made is there, or a longer one, and can be read."""
+    """Each object of the sink is there, or a longer object in its place, and can be read."""
     subject = sink_subject(sink, table)
     try:
         plan = plan_sink(pipeline, sink, table, check=False)

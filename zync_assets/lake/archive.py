@@ -49,7 +49,7 @@ UNTIMED = "untimed"
 _OWN = "_zync"
 _NUMBER = "zync:state:"
 _NAME = re.compile(r"(.+)/([^/]+)/(\d+)/(\d+)-(\d+)(\.parquet|\.jsonl\.gz)")
-LISTED = 500
+MOST_OBJECTS = 500
 """Objects in the list of a state. More go into a file, because a state is written for each batch."""
 
 _POSITIONS = pa.schema([("place", pa.string())])
@@ -230,7 +230,7 @@ def commit_state(archive: str, place: str, before: ArchiveState, after: ArchiveS
 
 def _with_short_list(archive: str, place: str, number: int, state: ArchiveState) -> ArchiveState:
     """The state, with the objects that will not change in a file of their own if they are many."""
-    if state.objects is None or len(state.objects) <= LISTED + len(state.tails):
+    if state.objects is None or len(state.objects) <= MOST_OBJECTS + len(state.tails):
         return state
     tails = set(state.tails.values())
     path = f"{_OWN}/lists/{place}-{number}.json"
@@ -240,30 +240,32 @@ def _with_short_list(archive: str, place: str, number: int, state: ArchiveState)
     return replace(state, objects=kept, lists=(*state.lists, path))
 
 
-# ---- what is lost
+# ---- losses
 
 
 @dataclass(frozen=True)
 class Losses:
-    """What a state says of the objects of a topic. ``listed``: those that were made, by partition and offset; ``lost``: those
-    whose records no object has; ``unmade``: those of ``lost`` that a run makes of its loads; ``is_whole``: whether ``listed`` has
-    all objects. A state of an earlier version has only the last ones."""
+    """The objects of a topic by a state, compared with the archive.
 
-    listed: tuple[ArchiveObject, ...]
+    ``objects``: the state's objects, by partition and offset. ``lost``: the objects whose records are in no file. ``unmade``: the
+    lost objects that a run makes of its loads. ``is_whole``: whether the state lists all objects. A state of an earlier version
+    lists the last objects alone.
+    """
+
+    objects: tuple[ArchiveObject, ...]
     lost: tuple[ArchiveObject, ...]
     unmade: frozenset[ArchiveObject]
     is_whole: bool
 
 
 def find_losses(archive: str, topic: str) -> Losses | None:
-    """What was made of the objects of a topic, and is not there. None if the archive does not tell: ``_zync/`` is not there, or
-    not whole."""
+    """The lost objects of a topic. None without a whole ``_zync/``, which lists the objects."""
     try:
         table = tables.open_table(_positions(archive))
         names = [name.removeprefix(_NUMBER) for name in (table.numbers if table else ()) if name.startswith(_NUMBER)]
         states = [open_state(archive, name) for name in names]
         own = [state for state in states if any(item.topic == topic for item in _parsed(_traces(state)))]
-        # What a sink wrote is gone when a sink with another name begins at a reset.
+        # A reset by a sink with another name has removed the objects of the earlier sink.
         last = max(own, key=lambda state: state.begin, default=None)
         if last is None or (last.objects is None and len(own) > 1):
             return None
@@ -275,7 +277,7 @@ def find_losses(archive: str, topic: str) -> Losses | None:
 
 
 def place_losses(archive: str, topic: str, state: ArchiveState) -> Losses:
-    """What a state says of the objects of a topic. LakeError if a file of its list is gone."""
+    """The lost objects of a topic, by a state. LakeError if a file of the state's list is gone."""
     paths = list(state.tails.values() if state.objects is None else state.objects)
     for name in state.lists:
         try:
@@ -284,13 +286,13 @@ def place_losses(archive: str, topic: str, state: ArchiveState) -> Losses:
             raise LakeError(f"archive {archive}: the file {error} is gone. Restore it from a copy.") from None
     # Somebody may have given the folder of a topic another name.
     named = {replace(item, topic=topic) for item in _parsed(paths)}
-    listed = sorted(named, key=lambda item: (item.partition, item.first))
+    objects = sorted(named, key=lambda item: (item.partition, item.first))
     # The state was read first: a run that goes on in the meantime only makes longer objects.
     there = list_objects(archive, topic)
-    lost = tuple(item for item in listed if not _is_covered(item, there))
+    lost = tuple(item for item in objects if not _is_covered(item, there))
     promised = {item.path for item in state.promises} if set(state.loads) & set(list_loads(archive)) else set[str]()
     unmade = frozenset(item for item in lost if item.path in promised)
-    return Losses(tuple(listed), lost, unmade, state.objects is not None)
+    return Losses(tuple(objects), lost, unmade, state.objects is not None)
 
 
 def _traces(state: ArchiveState) -> list[str]:

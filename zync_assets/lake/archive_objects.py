@@ -156,7 +156,7 @@ def refuse_losses(archive: str, topic: str, since: int | None, until: int | None
     losses = settled_losses(partial(find_losses, archive, topic))
     if losses is None:
         return False
-    wanted = set(within(losses.listed, since, until))
+    wanted = set(within(losses.objects, since, until))
     lost = [item for item in losses.lost if item in wanted]
     if not lost:
         return losses.is_whole
@@ -171,7 +171,7 @@ def refuse_losses(archive: str, topic: str, since: int | None, until: int | None
 
 
 def settled_losses(find: Callable[[], Losses | None]) -> Losses | None:
-    """What is lost, after a sink that is at work has made its objects. It has LOOKS seconds."""
+    """The losses of ``find``. A sink that is at work has LOOKS seconds to make its objects."""
     for _ in range(LOOKS):
         losses = find()
         if losses is None or not losses.unmade:
@@ -181,8 +181,8 @@ def settled_losses(find: Callable[[], Losses | None]) -> Losses | None:
 
 
 def check_object(archive: str, item: ArchiveObject) -> None:
-    """LakeError for an object that can't be read: without a footer of Parquet, or with damaged gzip. An object that is not there
-    is none: a longer one may have taken its place in the meantime."""
+    """LakeError for an object that can't be read: a Parquet file without a footer, or damaged gzip. A missing object is no error:
+    a longer object may have taken its place in the meantime."""
     uri = storage.join(archive, item.path)
     system, path = storage.filesystem(uri)
     try:
@@ -234,7 +234,7 @@ def gap_note(archive: str, found: Sequence[ArchiveObject]) -> str:
 
 
 def list_text(names: Sequence[str]) -> str:
-    """Names, but for those that would be too many."""
+    """The first names, and the number of the others."""
     more = f", and {len(names) - NAMED} others" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 

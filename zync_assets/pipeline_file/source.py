@@ -35,7 +35,7 @@ MAX_BYTES = 1 << 19
 MAX_DEPTH = 32
 MAX_PROBLEMS = 100
 UNSET = "\ufffd"
-"""What stands in a text for a variable that the environment lacks. A problem that repeats it follows from the variable."""
+"""In a text, in place of a variable that the environment lacks. A problem that repeats it follows from the variable."""
 
 _VARIABLE = re.compile(
     r"(?P<escaped>\$\$\{)|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<has_default>:-(?P<default>[^{}]{0,1000}))?\}|(?P<bad>\$\{)"

@@ -60,8 +60,8 @@ OPTIONS = {
     "application_name": "zync",
     **{f"keepalives_{name}": number for name, number in (("idle", "30"), ("interval", "10"), ("count", "3"))},
 }
-"""Options of a connection that the URL may set otherwise. A lock, and a server that is gone, end in an outage soon: other sinks
-and steps wait as long as a statement does."""
+"""Options of a connection that the URL may set otherwise. Other sinks and steps wait as long as a statement does. A lock, or a
+server that does not answer, is therefore an outage soon."""
 
 _LOCK_SPACE = 0x7A796E63
 """The first number of the advisory locks of runs: ``zync`` in ASCII."""

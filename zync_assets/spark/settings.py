@@ -111,8 +111,8 @@ def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = Fal
     java = f"{_SHORT if is_short else _LONG} {_STACK} -Dlog4j2.configurationFile={log}"
     settings = _DEFAULTS | {"spark.driver.extraJavaOptions": java}
     if is_short:
-        # What outlives a young collection would fill the heap to its limit, however few objects are in use. A collection of all
-        # objects takes a tenth of a second. A long session has more of them, and its latency counts.
+        # Objects that outlive a young collection fill the heap to its limit before the first collection of all objects.
+        # A long session collects by itself, and its latency counts.
         settings["spark.cleaner.periodicGC.interval"] = "20s"
     if remote not in (None, SHARED):
         del settings["spark.master"]

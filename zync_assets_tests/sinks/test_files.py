@@ -238,20 +238,18 @@ def places(folder: Path) -> list[str]:
     return [item.path for item in archive.list_objects(str(folder), TOPIC)]
 
 
-@pytest.mark.parametrize("listed", [2, archive.LISTED])
-def test_a_lost_object_is_told_from_a_gap_of_kafka(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: int
-) -> None:
-    monkeypatch.setattr(archive, "LISTED", listed)
+@pytest.mark.parametrize("most", [2, archive.MOST_OBJECTS])
+def test_a_lost_object_is_told_from_a_gap_of_kafka(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(archive, "MOST_OBJECTS", most)
     root, target = str(tmp_path), FilesTarget(f"{tmp_path}?interval=30m")
     for count in (20, 60):
         apply(target, 1, count)
         assert archive_objects.refuse_losses(root, TOPIC, None, None)
     losses = archive.find_losses(root, TOPIC)
-    assert losses is not None and [item.path for item in losses.listed] == places(tmp_path)
-    assert bool(list(tmp_path.glob("_zync/lists/*"))) == (listed == 2)
+    assert losses is not None and [item.path for item in losses.objects] == places(tmp_path)
+    assert bool(list(tmp_path.glob("_zync/lists/*"))) == (most == 2)
 
-    lost = losses.listed[1]
+    lost = losses.objects[1]
     data = (tmp_path / lost.path).read_bytes()
     (tmp_path / lost.path).unlink()
     with pytest.raises(LakeError) as error:
@@ -261,11 +259,11 @@ def test_a_lost_object_is_told_from_a_gap_of_kafka(
         " records, write --from Pool.Topic. Or leave out the time by --since or --until."
     )
     assert target.object_faults(PLACE, TOPIC) == (
-        len(losses.listed) - 1,
+        len(losses.objects) - 1,
         [f"the archive {root} lacks 1 object: {lost.path}"],
     )
     # Other times need no lost object.
-    start, end = (archive.time_start(item.time) for item in losses.listed[1:3])
+    start, end = (archive.time_start(item.time) for item in losses.objects[1:3])
     assert start is not None and end is not None
     assert archive_objects.refuse_losses(root, TOPIC, end, None)
     assert archive_objects.refuse_losses(root, TOPIC, None, start)
