@@ -377,6 +377,7 @@ transforms:
 """
 
 
+@pytest.mark.slow
 def test_a_field_that_the_record_s_own_schema_lacks_is_left_out_and_its_null_is_kept(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

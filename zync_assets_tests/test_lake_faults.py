@@ -117,6 +117,7 @@ def test_a_read_only_folder_and_one_that_is_gone(
     goes_on(it, [0, 1, 2])
 
 
+@pytest.mark.slow
 def test_what_another_program_does_to_a_raw_table(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -269,6 +270,7 @@ def test_a_lake_that_vanished_is_no_new_lake(
     goes_on(it, [0, 1, 2])
 
 
+@pytest.mark.slow
 def test_etl_stops_at_whatever_another_program_changed_of_its_inputs(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

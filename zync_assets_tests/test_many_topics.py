@@ -69,6 +69,7 @@ def steps(pipeline: Pipeline, spark: SparkSession) -> tuple[list[str], list[str]
     return ingested, [made.topic for made in runner.publish_all(pipeline, lambda: spark, topics)]
 
 
+@pytest.mark.slow
 def test_small_topics_go_together(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

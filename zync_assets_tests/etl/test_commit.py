@@ -352,6 +352,7 @@ def test_an_expression_that_names_no_column_is_an_error(make: Make) -> None:
         it.step()
 
 
+@pytest.mark.slow
 def test_a_batch_opens_each_of_its_tables_once_until_it_is_committed(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -548,6 +549,7 @@ SNAPSHOT = JOIN.replace(
 )
 
 
+@pytest.mark.slow
 def test_a_large_batch_of_one_side_alone_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other side never had a value, and the topic has its columns from another rule."""
     monkeypatch.setattr(positions, "SMALL", 0)

@@ -365,6 +365,7 @@ def test_ingest_keeps_the_source_s_order(services: Services, spark: SparkSession
     ]
 
 
+@pytest.mark.slow
 def test_an_expression_orders_records_that_the_shape_excludes_or_quarantine_has(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

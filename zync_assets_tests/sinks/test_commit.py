@@ -201,6 +201,7 @@ sinks:
 """
 
 
+@pytest.mark.slow
 def test_a_record_on_which_an_expression_fails_is_put_aside(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

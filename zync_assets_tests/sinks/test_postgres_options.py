@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from zync_assets.sinks.postgres import connect_options
+from zync_assets.sinks.postgres import OPTIONS, connect_options
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,11 @@ def test_another_host_must_show_a_certificate_for_its_name(url: str, environment
 )
 def test_this_machine_and_a_choice_of_the_user_are_left_alone(url: str, environment: dict[str, str]) -> None:
     options = connect_options(sa.make_url(f"postgresql://{url}"), environment)
-    assert options.keys() == {"connect_timeout", "options", "application_name"}
+    assert options == OPTIONS
 
 
 def test_the_url_says_which_authority_is_trusted() -> None:
     url = sa.make_url("postgresql://db.example/shop?sslrootcert=ca.pem&connect_timeout=3")
-    assert connect_options(url, {}) == {
-        "options": "-c timezone=UTC",
-        "application_name": "zync",
-        "sslmode": "verify-full",
-    }
+    expected = {name: value for name, value in OPTIONS.items() if name != "connect_timeout"}
+    assert connect_options(url, {}) == {**expected, "sslmode": "verify-full"}
     assert "sslrootcert" not in connect_options(sa.make_url("postgresql://db.example"), {"PGSSLROOTCERT": "ca.pem"})

@@ -40,6 +40,7 @@ spark._jvm.System.out.flush()
 """
 
 
+@pytest.mark.slow
 def test_who_reads_the_output_of_a_process_does_not_wait_for_its_jvm() -> None:
     command = [sys.executable, "-c", START]
     pipe = subprocess.PIPE

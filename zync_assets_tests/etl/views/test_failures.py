@@ -117,6 +117,7 @@ def test_an_aggregate_that_fails_keeps_the_earlier_row_of_its_key(
     assert it.values()[3:] == [{"total": 6, "mean": 10.0}]
 
 
+@pytest.mark.slow
 def test_an_earlier_record_that_a_new_view_fails_on_is_an_error(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

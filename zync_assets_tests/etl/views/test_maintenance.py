@@ -384,6 +384,7 @@ def test_equal_values_of_two_types_find_each_other(make: Make) -> None:
     assert state_equals_raw(shop.it.pipeline, "Staging", lambda: shop.it.spark).passed
 
 
+@pytest.mark.slow
 def test_a_result_row_without_a_value_is_none(make: Make) -> None:
     """A null value is a tombstone. A key that was never in the topic gets none, and a rebuild finds nothing to do."""
     shop = make(
@@ -402,6 +403,7 @@ def test_a_result_row_without_a_value_is_none(make: Make) -> None:
     assert len(shop.it.staged()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alias", ["k0", "version", "gone_partition", "old_row"])
 def test_an_alias_may_be_any_word(make: Make, alias: str) -> None:
     view = "from: o JOIN c ON o.customer = c.id\nkey: {id: o.id}\nvalue: {name: c.name}"
@@ -444,6 +446,7 @@ def test_a_lost_file_of_the_state_is_made_again(make: Make) -> None:
     shop.check({shop.it.out: TOTALS_SQL})
 
 
+@pytest.mark.slow
 def test_rows_that_no_view_can_show(make: Make) -> None:
     shop = make("from: o\nkey: {customer: o.customer}\nvalue: {id: o.id}")
     shop.send("o", (1, {"customer": 7}), (2, {"customer": None}))
