@@ -269,8 +269,8 @@ def _difference(spec: TableSpec, row: dict[str, Any], is_whole: bool) -> str | N
 
 def _key(spec: TableSpec, row: dict[str, Any]) -> str:
     """The key as text, equal where the keys are."""
-    kinds = {column.name: column.as_json for column in spec.columns}
-    return ", ".join(f"{name}={_key_text(row[name], as_json=kinds[name])}" for name in spec.key)
+    own = (column for column in spec.columns if column.name in spec.key)
+    return ", ".join(f"{column.name}={_key_text(row[column.name], as_json=column.as_json)}" for column in own)
 
 
 def _key_text(value: Any, *, as_json: bool) -> str:

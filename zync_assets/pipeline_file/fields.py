@@ -81,7 +81,7 @@ def kind(node: Node) -> str:
 class Fields:
     """The keys of one mapping. Making it reports the keys that are not in ``names``; ``hints`` has a cure for some.
 
-    A misspelt key counts as the key that it means. Its one problem causes no others.
+    A misspelt key counts as the key that it means. The misspelt key is then the only problem.
     ``places``: key → its path in the file, for keys of another mapping.
     """
 

@@ -162,9 +162,10 @@ def restore(
 ) -> Iterator[Restored]:
     """Publish the records of an archive with ``since <= time < until`` (microseconds since the epoch) to a topic.
 
-    Makes the topic if it is missing. ``say`` gets a note if nobody can tell whether the archive is whole. Raises LakeError for an
-    archive that lost an object, KafkaError for a topic with other records, ForeignRecord and DataLoss if the topic
-    changed in the meantime, and SchemaError for a record that can't be encoded.
+    Makes the topic if it is missing. ``say`` gets a note if nobody can tell whether the archive is whole.
+
+    LakeError: the archive lost an object. KafkaError: the topic has other records. ForeignRecord, DataLoss: the topic changed in
+    the meantime. SchemaError: a record can't be encoded.
     """
     found = open_archive(pipeline, source, since, until)
     if found.note:

@@ -186,7 +186,7 @@ class PartialRecords:
         if self.placeholder is not None:
             sql = is_placeholder(column, spark_type(item.type), self.placeholder)
             found += [] if sql is None else [sql]
-        return " OR ".join(f"coalesce({sql}, false)" if len(found) > 1 else sql for sql in found) or None
+        return " OR ".join(found) or None
 
     def lacks(self, sql: str) -> Iterator[str]:
         """The conditions, any of which says that a record leaves out a field that an expression names."""

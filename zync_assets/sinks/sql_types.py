@@ -294,15 +294,17 @@ def missing_key(connection: Connection, table: sa.Table, key: Sequence[str], unf
     ``unfit``: the names of constraints and indexes that count for none.
     """
     inspector, place = sa.inspect(connection), (table.name, table.schema)
+    primary = inspector.get_pk_constraint(*place)
+    # Each batch asks. The queries below take longer than a small batch.
+    if set(key) == set(primary["constrained_columns"]) and (primary["name"] or PRIMARY) not in unfit:
+        return None
     if table.name in inspector.get_view_names(table.schema):
         return "it is a view; name the view's table with table:"
-    primary = inspector.get_pk_constraint(*place)
-    unique: list[tuple[str | None, Sequence[str | None]]] = [
-        (primary["name"] or PRIMARY, primary["constrained_columns"])
-    ]
     # MySQL has each unique index as a constraint too.
     constraints = inspector.get_unique_constraints(*place)
-    unique += [(item["name"], item["column_names"]) for item in constraints if not item.get("duplicates_index")]
+    unique: list[tuple[str | None, Sequence[str | None]]] = [
+        (item["name"], item["column_names"]) for item in constraints if not item.get("duplicates_index")
+    ]
     for item in inspector.get_indexes(*place):
         options = item.get("dialect_options", {})
         # An index of some rows (WHERE), or of the beginnings of values (a length), leaves keys alone that are equal.

@@ -217,7 +217,7 @@ def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> t
     return sharers
 
 
-def _reset_table(plan: SinkPlan, layout: Layout, sharers: tuple[Place, ...] = ()) -> None:
+def _reset_table(plan: SinkPlan, layout: Layout, sharers: tuple[Place, ...]) -> None:
     """Empty a table and forget its position, in one transaction: the next batch begins at the start. ``sharers``: as in
     ``Merge``."""
     target = plan.target()

@@ -100,7 +100,7 @@ def test_a_batch_is_folded_and_written_once(
             assert words in found.summary
             assert "zync_assets.errors" not in found.summary
         connection.execute("ALTER TABLE others RENAME TO rows")
-        # So does a column whose type was changed.
+        # A changed type of a column fails the check too.
         connection.execute("ALTER TABLE rows RENAME TO others")
         connection.execute(f"CREATE TABLE rows AS SELECT CAST(id AS TEXT) || 'x' AS id, v, other AS {last} FROM others")
     found = rows_match(it.pipeline, lambda: spark, sink, sink.tables[0])
@@ -574,7 +574,7 @@ def test_a_table_that_refuses_every_record_ends_the_batch(
     # The next run goes on where this one ended.
     assert write(it) == [0]
     assert len(list(refused_records(it.pipeline, Selection()))) == 130
-    # A table that does not fit any more may have to be made anew. It is empty then.
+    # The table lacks its key now. The user may drop the table and make a new, empty table.
     with sqlite3.connect(tmp_path / "shop.db") as connection:
         connection.executescript("DROP TABLE rows; CREATE TABLE rows (id BIGINT, v TEXT, twice TEXT)")
     it.send(it.left, row(1, "a"))

@@ -278,7 +278,7 @@ def test_a_lost_object_is_told_from_a_gap_of_kafka(tmp_path: Path, monkeypatch: 
     apply(target, 1, 90)
     with pytest.raises(LakeError, match=f"a sink made {lost.path}, which is gone"):
         archive_objects.refuse_losses(root, TOPIC, None, None)
-    # What a sink with another name wrote after a reset counts alone.
+    # After a reset by another sink, only the objects of that sink count.
     other = replace(PLACE, sink="other")
     with target.run(other):
         target.merge(Merge(other, SPEC, ORIGIN, {}, {}, clear=True))
