@@ -441,6 +441,7 @@ def test_of_a_share(number):
 """
 
 
+@pytest.mark.slow
 def test_ci_runs_the_second_block_of_the_quick_start_then_types_and_a_share_of_the_slow_tests(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,8 @@ from zync_assets_tests.network.front import front
 from zync_assets_tests.network.processes import arguments, family, listening
 from zync_assets_tests.network.secured import USER, Secured
 
+pytestmark = pytest.mark.slow
+
 FILE = """
 name: secrets
 kafka:

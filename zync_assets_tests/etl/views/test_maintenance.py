@@ -168,6 +168,7 @@ value: {status: o.status}
 NAMED_SQL = "SELECT concat(o.id, '-', c.name), {'status': o.status} FROM o JOIN c ON o.customer = c.id"
 
 
+@pytest.mark.slow
 def test_a_document_follows_its_tables(make: Make) -> None:
     shop = make(DOCUMENTS)
     out = shop.it.out
