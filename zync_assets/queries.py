@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 Shape: TypeAlias = "str | Mapping[str, Shape] | None"
@@ -69,6 +70,8 @@ class View:
     joins: tuple[ViewJoin, ...] = ()
     where: str | None = None
     on_duplicate_key: str | None = None
+    definition: str | None = None
+    """The definition by the names of the pipeline file, where the expressions have the lake's names (``view_definition``)."""
 
     def table(self, alias: str) -> ViewTable:
         """The table of an alias; KeyError if there is none."""
@@ -96,6 +99,20 @@ class View:
                 needed.add(alias)
                 alias = above[alias]
         return [step for step in steps if step.far in needed]
+
+
+def view_definition(view: View, *rest: object) -> str:
+    """The definition of a view as JSON: all that its result depends on. ``rest``: key, value, headers and output of its rule."""
+    found = asdict(view)
+    del found["definition"]
+    for item in found["tables"]:
+        # As pools of older versions have it.
+        if not item["by_time"]:
+            del item["by_time"]
+    for join in found["joins"]:
+        # The expressions say it.
+        del join["near"]
+    return json.dumps([found, *rest], sort_keys=True)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from zync_assets.lake.readings import Reading, TopicEnds, are_confirmed, keep_re
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline_file.references import with_lake_names
 from zync_assets.publish.commit import PublishCommit, publish
 from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging, small_outputs
 from zync_assets.quarantine.replay import ReplayCommit, ReplayPlan, commit_drop, commit_replay, plan_drop, plan_replay
@@ -329,7 +330,8 @@ def _commit_staging(pipeline: Pipeline, log: Log, batch: EtlBatch) -> EtlCommit 
     if not idle:
         return commit_staging(pipeline, batch)
     # A view that was edited while nothing is new does not wait for the next record to be an error.
-    check_definitions(pipeline, batch.plan.pool, batch.plan.head)
+    plan = batch.plan
+    check_definitions(with_lake_names(pipeline, plan.raw, plan.state), plan.pool, plan.head)
     return None
 
 

@@ -27,11 +27,13 @@ from zync_assets.errors import LakeError
 from zync_assets.etl.rules import kind_of, lookups
 from zync_assets.lake import raw, staging
 from zync_assets.lake.parquet_rows import DamagedFile, rows_at
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline, Rule, table_name
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.keys import joining_kinds
+from zync_assets.pipeline_file.references import with_lake_names
 
 PENDING_COLUMNS = ("pool", "topic", "partition", "offset", "rule", "key", "join_key", "time", "age_seconds", "why")
 TRACE_COLUMNS = ("role", "topic", "partition", "offset", "rule", "time", "key", "value")
@@ -155,8 +157,12 @@ def _contributions(pipeline: Pipeline, topic: str, partition: int, offset: int) 
     from zync_assets.spark.failures import spark_failures
     from zync_assets.spark.session import spark_session
 
+    snapshot, pool = Snapshot(pipeline), pipeline.output(topic).pool
+    raw_states = {item.topic: snapshot.raw(item.topic) for item in pipeline.inputs_of(pool)}
+    rules = with_lake_names(pipeline, raw_states, state).rules_of(pool)
+    named = next(item for item in rules if item.name == rule.name)
     with spark_failures(lambda text: LakeError(f"view {rule.name}: its rows can't be shown: {text}")):
-        found = contributions(spark_session(pipeline.spark, pipeline.lake), state, rule, offset, partition)
+        found = contributions(spark_session(pipeline.spark, pipeline.lake), state, rules, named, offset, partition)
     if found is None:
         click.echo(
             f"note: view {rule.name} is not as it was when its result was staged, so that its rows are not shown. Compute the"

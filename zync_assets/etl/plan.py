@@ -26,6 +26,7 @@ from zync_assets.errors import EtlError
 from zync_assets.etl.retries import NOTHING, ClassRange, Reopening, Retry, divided, reopen, with_joins
 from zync_assets.etl.rule_changes import renamed_rules
 from zync_assets.etl.streams import Cut, cuts, domains_of, owners, unseen
+from zync_assets.etl.views.tables import new_views
 from zync_assets.etl.waits import NO_WAITS, Waits, waits_of
 from zync_assets.lake import publication, raw, staging
 from zync_assets.lake.head import Head
@@ -149,11 +150,13 @@ class EtlPlan:
     """What the batch compares with the staged outputs, in place of the new records."""
     waits: Waits = field(default=NO_WAITS, repr=False)
     """The records that wait for a row."""
+    new_views: tuple[str, ...] = ()
+    """The views without a result whose tables the pool has."""
 
     @property
     def nothing_to_do(self) -> bool:
         idle = not any(self.ranges.values()) and not self.reopening.parts
-        return idle and not self.waits.overdue and not self.is_rebuild
+        return idle and not self.waits.overdue and not self.is_rebuild and not self.new_views
 
     @property
     def is_rebuild(self) -> bool:
@@ -277,7 +280,8 @@ def plan_etl(
     retry = replace(retry, waiting=(*retry.waiting, *renamed_rules(pipeline, pool, head.waiting)))
     reopening = reopen(pipeline, pool, state, states, retry)
     waits = waits_of(pipeline, pool, state)
-    if any(ranges.values()) or reopening.parts or waits.overdue:
+    views = new_views(pipeline.rules_of(pool), state)
+    if any(ranges.values()) or reopening.parts or waits.overdue or views:
         # A batch reads old records of every input that wait for a new one.
         for found in states.values():
             if found is not None:
@@ -289,7 +293,7 @@ def plan_etl(
     states = {topic: _with_order(found) if topic in owner else found for topic, found in states.items()}
     if not any(ranges.values()):
         # A tick with nothing new lists no files.
-        return EtlPlan(pool, state, states, ranges, reopening, owner, waits=waits)
+        return EtlPlan(pool, state, states, ranges, reopening, owner, waits=waits, new_views=views)
     files = {
         topic: [item for item in raw.raw_files(found, ranges[topic]) if not raw.is_replay(item)]
         for topic, found in states.items()
@@ -302,7 +306,7 @@ def plan_etl(
     for part in found.values():
         batch |= part.ranges
     ranges = {topic: batch[topic] for topic in ranges}
-    return EtlPlan(pool, state, states, ranges, reopening, owner, found, waits=waits)
+    return EtlPlan(pool, state, states, ranges, reopening, owner, found, waits=waits, new_views=views)
 
 
 def _with_order(state: RawState | None) -> RawState | None:

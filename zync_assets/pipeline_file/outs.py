@@ -87,7 +87,7 @@ def former_name(fields: Fields, rule: Rule) -> str | None:
     """The former name of a rule, or of its output."""
     name = fields.text("was") if "was" in fields else None
     if name is not None and rule.view is not None:
-        fields.problem("was", "belongs to a rule that records can wait for; the result of a renamed view is made again")
+        fields.problem("was", "belongs to a rule that records can wait for; a renamed view goes on with its result")
     return name if name is None or rule.part_of is None else name + rule.name.removeprefix(rule.part_of)
 
 

@@ -413,7 +413,7 @@ def _rule_in_lake_names(
         own = roots[next(iter(item.arguments))]
         roots[item.name] = own if item.function == "first" or own is None else pa.list_(own)
     if view is not None:
-        view = with_names(view, {alias: rewriter(own) for alias, own in each.items()}, rewriter(roots))
+        view = with_names(rule, view, {alias: rewriter(own) for alias, own in each.items()}, rewriter(roots))
     rewrite = rewriter(roots)
     sides = (
         replace(side, where=condition(side.where, side.topic), keys=tuple(map(rewrite, side.keys)))

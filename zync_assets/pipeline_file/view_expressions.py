@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from sqlglot import exp
 from sqlglot.tokenizer_core import TokenType
 
-from zync_assets.pipeline import Shape, View, ViewTable
+from zync_assets.pipeline import Rule, Shape, View, ViewTable
 from zync_assets.pipeline_file.conditions import closing_places
 from zync_assets.pipeline_file.expressions import (
     RECORD_ROOTS,
@@ -30,6 +30,7 @@ from zync_assets.pipeline_file.expressions import (
     row_problems,
 )
 from zync_assets.pipeline_file.fields import suggestion, word_list
+from zync_assets.queries import view_definition
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -241,14 +242,18 @@ Rewrite: TypeAlias = Callable[[str], str]
 """An expression with the lake's names of its fields."""
 
 
-def with_names(view: View, of_records: Mapping[str, Rewrite], of_rows: Rewrite) -> View:
-    """The view with the lake's names. ``of_records``: alias → for expressions over the records of its topic; ``of_rows``: for
-    expressions over rows."""
+def with_names(rule: Rule, view: View, of_records: Mapping[str, Rewrite], of_rows: Rewrite) -> View:
+    """A rule's view with the lake's names.
+
+    ``of_records``: alias → for expressions over the records of its topic; ``of_rows``: for expressions over rows.
+    """
 
     joins = (replace(join, on=tuple((of_rows(one), of_rows(other)) for one, other in join.on)) for join in view.joins)
     where, choice = (None if sql is None else of_rows(sql) for sql in (view.where, view.on_duplicate_key))
     tables = tuple(table_with_names(item, of_records[item.alias]) for item in view.tables)
-    return replace(view, tables=tables, joins=tuple(joins), where=where, on_duplicate_key=choice)
+    definition = view_definition(view, rule.key, rule.value, rule.headers, rule.out)
+    query = replace(view, tables=tables, joins=tuple(joins), where=where, on_duplicate_key=choice)
+    return replace(query, definition=view.definition or definition)
 
 
 def table_with_names(item: ViewTable, rewrite: Rewrite) -> ViewTable:

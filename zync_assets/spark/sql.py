@@ -46,9 +46,26 @@ def text_sql(text: str) -> str:
     return f"'{literal}'"
 
 
+def int_sql(number: int) -> str:
+    """An int. Spark's parser has no literal for the least one: the minus sign is an operator."""
+    return str(number) if number > -(2**31) else f"({number + 1} - 1)"
+
+
 def long_sql(number: int) -> str:
     """A bigint. Spark's parser has no literal for the least one in every place: the minus sign is an operator."""
     return f"{number}L" if number > -(2**63) else f"({number + 1}L - 1L)"
+
+
+WHOLE_JSON = (
+    r"map('ignoreNullFields', 'false', 'timestampFormat', 'yyyy-MM-dd\'T\'HH:mm:ss[.SSSSSS][XXX]',"
+    r" 'timestampNTZFormat', 'yyyy-MM-dd\'T\'HH:mm:ss[.SSSSSS]')"
+)
+"""Options of ``to_json`` with which different values have different texts: Spark's default leaves out nulls and microseconds."""
+
+
+def json_sql(sql: str) -> str:
+    """A value as JSON text, with which values are compared that Spark does not compare."""
+    return f"to_json(named_struct('it', {sql}), {WHOLE_JSON})"
 
 
 def name_sql(name: str) -> str:

@@ -161,7 +161,7 @@ def test_a_former_name_is_of_no_rule_of_the_file_and_of_no_view(tmp_path: Path) 
     view = "- {name: v, was: w, type: view, tables: {a: A}, from: a, out: C, key: a.id, value: {id: a.id}}\n"
     for rules, message in (
         ((JOIN.replace("name: join", "name: join, was: copy"), COPY), "`copy` is the name of a rule of this file"),
-        ((view,), "the result of a renamed view is made again"),
+        ((view,), "a renamed view goes on with its result"),
     ):
         with pytest.raises(PipelineFileError, match=message):
             read(tmp_path, *rules)

@@ -32,7 +32,7 @@ from zync_assets.etl.views.changes import (
     write_changes,
 )
 from zync_assets.etl.views.event_rows import EventRows
-from zync_assets.etl.views.failures import check_places, table_failures, view_failures, with_reason
+from zync_assets.etl.views.failures import check_places, row_checks, table_failures, view_failures, with_reason
 from zync_assets.etl.views.key_filter import checkpoint
 from zync_assets.etl.views.maintenance import Maintenance
 from zync_assets.etl.views.query import DUPLICATE, Query, rule_types
@@ -44,6 +44,9 @@ from zync_assets.etl.views.tables import (
     TableType,
     declared_frame,
     definition_of,
+    has_changed,
+    has_result,
+    removed_views,
     table_of,
     table_type,
     tables_of,
@@ -61,18 +64,11 @@ from zync_assets.spark.tasks import BATCH_BYTES, MEASURED, planned_once
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-REMOVED = "removed"
-"""The definition of a view that the pipeline file has no more. Its result is not maintained."""
-
 
 def check_definitions(pipeline: Pipeline, pool: str, head: Head) -> None:
     """EtlError if the account's state is not that of the pipeline file's views."""
     rules = pipeline.rules_of(pool)
-    changed = [
-        rule.name
-        for rule in rules
-        if rule.view is not None and head.views.get(rule.name, definition_of(rule)) != definition_of(rule)
-    ]
+    changed = [rule.name for rule in rules if rule.view is not None and has_changed(head.views, rule, rules)]
     if changed:
         one = len(changed) == 1
         raise EtlError(
@@ -168,7 +164,6 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
     if stage.rebuild is None:
         check_definitions(stage.pipeline, stage.pool, head)
     anew = {name for name in tables if stage.rebuild == "state" or (stage.rebuild and name not in head.tables)}
-    stale = {name: REMOVED for name in head.views if name not in {rule.name for rule in stage.rules}}
     lasting = [table for name, table in tables.items() if name not in anew]
     joins = join_columns(stage.rules)
     removed = [item for item in (stage.state.files if stage.state else ()) if _is_unused(item, lasting, joins)]
@@ -191,7 +186,7 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
         [item for change in changes.values() for item in change.files.all],
         removed,
         [item for kind in kinds.values() for item in kind.schema],
-        {**views, **stale},
+        {**views, **removed_views(head.views, views, stage.rules)},
         {name: TableEntry(table.topic, table.definition) for name, table in tables.items()},
         events,
     )
@@ -234,8 +229,10 @@ def _changes(
     parts = {name: (kind, record_rows(kind, frame, stage.ordering)) for name, (kind, frame) in sources.items()}
     placeholder, joins = stage.pipeline.unavailable_value, join_columns(stage.rules)
     found: dict[str, Change] = {}
-    with _failures(stage, lambda: table_failures(stage.spark, sources)):
-        records, facts = table_records(parts, placeholder, small=stage.small, measured=stage.measured)
+    checks = row_checks(stage.spark, stage.rules, kinds)
+    with _failures(stage, lambda: table_failures(stage.spark, sources, checks)):
+        texts = {name: [each.over("row") for each in own] for name, own in checks.items()}
+        records, facts = table_records(parts, placeholder, small=stage.small, measured=stage.measured, checks=texts)
 
         def written(at: int) -> Change:
             table = records[at].kind.table
@@ -273,7 +270,7 @@ def _results(
         types = rule_types(rule, stage.frames, stage.state)
         if target is None or types is None:
             continue  # a table has no schema yet
-        fresh = stage.head.views.get(rule.name) != definition_of(rule)
+        fresh = not has_result(stage.head.views, rule, stage.rules)
         views[rule.name] = definition_of(rule)
         names = {item.alias: table_of(item) for item in rule.view.tables}
         whole = fresh or any(table.name in anew for table in names.values())

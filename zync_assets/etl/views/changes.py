@@ -85,12 +85,18 @@ def record_rows(kind: TableType, records: DataFrame, ordering: Ordering) -> Data
 
 
 def table_records(
-    parts: Mapping[str, tuple[TableType, DataFrame]], placeholder: str | None, *, small: bool, measured: bool = False
+    parts: Mapping[str, tuple[TableType, DataFrame]],
+    placeholder: str | None,
+    *,
+    small: bool,
+    measured: bool = False,
+    checks: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[list[TableRecords], list[Fact]]:
     """The batch's records of each table, and the facts about these records. A single Spark job reads all tables.
 
-    ``parts``: name of a table → its type and its ``record_rows``; ``placeholder``: see ``Pipeline.unavailable_value``.
-    Raises RowFailures for records without a key.
+    ``parts``: name of a table → its type and its ``record_rows``; ``placeholder``: see ``Pipeline.unavailable_value``;
+    ``checks``: name of a table → expressions over ``row`` that the job computes, so that it fails where one fails. Raises
+    RowFailures for records without a key.
     """
     frames: list[DataFrame] = []
     sampled = f"pmod(xxhash64(partition, offset), {SAMPLE}) = 0"
@@ -111,6 +117,7 @@ def table_records(
                 f"coalesce({opens or 'false'}, false) AS open",
                 f"{place}.high AS high",
                 f"{wanted} AS place",
+                f"CASE WHEN row IS NOT NULL THEN xxhash64({', '.join((checks or {}).get(name, ())) or '0'}) END AS checked",
             )
         )
     if not frames:
@@ -122,6 +129,7 @@ def table_records(
         f"{'collect_set' if small else 'collect_list'}(place) AS places",
         "min(high) AS least",
         "max(high) AS most",
+        "max(checked) AS checked",
     )
     from pyspark.sql import functions as F
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from zync_assets.etl.rules.kind import Ordering
 from zync_assets.etl.views.maintenance import Maintenance
 from zync_assets.etl.views.query import CAUSE, KEY, Query, V
 from zync_assets.etl.views.state import StateReader, state_files
-from zync_assets.etl.views.tables import TableType, definition_of, stored_type, table_of
+from zync_assets.etl.views.tables import TableType, has_result, stored_type, table_of
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
@@ -33,11 +34,11 @@ class Contribution:
 
 
 def contributions(
-    spark: SparkSession, state: StagingState, rule: Rule, offset: int, partition: int = 0
+    spark: SparkSession, state: StagingState, rules: Sequence[Rule], rule: Rule, offset: int, partition: int = 0
 ) -> list[Contribution] | None:
     """The rows from which the key of an output has its value now, by alias and record; empty if the key has none.
 
-    None if the pool has no result of the view as the rule is now.
+    None if the pool has no result of the view as the rule is now. ``rules``: of the pool, with the lake's names.
     """
     assert rule.view is not None
     tables = {item.alias: table_of(item) for item in rule.view.tables}
@@ -45,7 +46,7 @@ def contributions(
     for alias, table in tables.items():
         if (kind := stored_type(table, state)) is not None:
             kinds[alias] = kind
-    if state.head.views.get(rule.name) != definition_of(rule) or len(kinds) < len(tables):
+    if not has_result(state.head.views, rule, rules) or len(kinds) < len(tables):
         return None
     staged = frames.output_frame(spark, state, rule.out, [OffsetRange(partition, offset, offset + 1)])
     key = staged.selectExpr(f"key AS {KEY}")

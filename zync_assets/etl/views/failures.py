@@ -8,6 +8,7 @@ alone and the batch changes the row of this table, the record of that row is the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,23 +16,31 @@ from typing import TYPE_CHECKING, NamedTuple
 from zync_assets.errors import EtlError
 from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
 from zync_assets.etl.rules.kind import Ordering
-from zync_assets.etl.rules.shapes import made_sql
+from zync_assets.etl.rules.shapes import made_sql, type_sql
+from zync_assets.etl.views.key_filter import plain_field
 from zync_assets.etl.views.maintenance import Maintenance
-from zync_assets.etl.views.query import KEY, ORD, V
-from zync_assets.etl.views.tables import TableType
+from zync_assets.etl.views.query import KEY, ORD, Query, V
+from zync_assets.etl.views.tables import TableType, table_of
 from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Rule
 from zync_assets.pipeline_file.view_expressions import aggregated, grouped, has_aggregates, ordered
 from zync_assets.spark.failures import MOST, TEXT, cause_line, fails, is_overflow, overflow_records
-from zync_assets.spark.sql import leaves, shape_sql, text_sql
+from zync_assets.spark.sql import leaves, name_sql, shape_sql, text_sql
 from zync_assets.spark.tasks import search_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
 
-def table_failures(spark: SparkSession, parts: Mapping[str, tuple[TableType, DataFrame]]) -> dict[Place, Failure]:
-    """The records that fail in the key, the row or the condition of their table. ``parts``: name of a table → its type and the
-    records."""
+def table_failures(
+    spark: SparkSession,
+    parts: Mapping[str, tuple[TableType, DataFrame]],
+    checks: Mapping[str, Sequence[RowCheck]],
+) -> dict[Place, Failure]:
+    """The records that fail in the key, the row or the condition of their table, or in a check of their row.
+
+    ``parts``: name of a table → its type and the records; ``checks``: name of a table → see ``row_checks``.
+    """
     found: dict[Place, Failure] = {}
     with search_settings(spark):
         for name, (kind, records) in parts.items():
@@ -41,17 +50,78 @@ def table_failures(spark: SparkSession, parts: Mapping[str, tuple[TableType, Dat
                 _Expression(side, side, fails(sql), sql)
                 for side, sql in (("key", key), ("deleted", kind.deleted_sql), ("row", row))
             ]
+            names = [f"table {name}"] * len(own)
+            for each in checks.get(name, ()):
+                own.append(_Expression(each.path, each.sql, fails(each.over(row)), each.over(row)))
+                names.append(each.rule)
             place = f"kafka.partition AS partition, kafka.offset AS offset, {text_sql(kind.table.topic)} AS topic"
             rows = records.selectExpr("*", f"struct({place}) AS z_at")
             try:
                 failed = rows.selectExpr(f"{_number(own)} AS failed", "z_at").where("failed IS NOT NULL")
                 for each in failed.selectExpr("failed", "z_at.*").limit(MOST_FAILURES + 1).collect():
                     at = each["topic"], each["partition"], each["offset"]
-                    found[at] = Failure(*at, f"table {name}", f"{own[each['failed']].path}: {_WORDS}")
+                    number = each["failed"]
+                    text = own[number].text() if number > 2 else f"{own[number].path}: {_WORDS}"
+                    found[at] = Failure(*at, names[number], text)
             except _spark_errors() as error:
                 if not is_overflow(error):
                     raise
                 found |= _overflowing(rows, "z_at", f"table {name}", own)
+    return found
+
+
+class RowCheck(NamedTuple):
+    """An expression of a view over the row of one alias. ``sql``: as the view has it; ``made``: as Spark computes it."""
+
+    rule: str
+    alias: str
+    path: str
+    sql: str
+    made: str
+
+    def over(self, row: str) -> str:
+        """The expression over a row."""
+        return f"transform(array({row}), {name_sql(self.alias)} -> {self.made})"
+
+
+def row_checks(spark: SparkSession, rules: Sequence[Rule], kinds: Mapping[str, TableType]) -> dict[str, list[RowCheck]]:
+    """Name of a table → the expressions in joins and keys of views that may fail on its rows alone.
+
+    A batch computes them for each new row. A join computes them only if the other side has rows: a row on which one fails
+    would get into the state, and stop a later batch. ``kinds``: the types of tables, by name.
+    """
+    found = defaultdict[str, list[RowCheck]](list)
+    for rule in rules:
+        names = {item.alias: table_of(item).name for item in rule.tables} if rule.view is not None else {}
+        if names and kinds.keys() >= {*names.values()}:
+            own = {alias: kinds[name] for alias, name in names.items()}
+            for alias, name in names.items():
+                found[name] += _row_expressions(spark, Query(rule), own, alias)
+    return found
+
+
+def _row_expressions(spark: SparkSession, query: Query, kinds: Mapping[str, TableType], alias: str) -> list[RowCheck]:
+    """The expressions of joins and of the key over an alias alone that may fail. ``kinds``: by alias."""
+    rule = query.rule.name
+    found = [
+        RowCheck(rule, alias, path, sql, f"({sql})")
+        for path, sql in leaves(query.rule.key, "key")
+        if query.owners(sql) == {alias} and plain_field(kinds[alias].state_row, sql, alias) is None
+    ]
+    rows = [f"CAST(NULL AS {type_sql(kind.state_row)}) AS {name_sql(name)}" for name, kind in kinds.items()]
+    for join in query.view.joins:
+        for near, far in join.on:
+            sides = ((near, join.near), (far, join.alias))
+            fields = [plain_field(kinds[name].state_row, sql, name) for sql, name in sides]
+            if all(fields) and len({item.dataType for item in fields if item is not None}) == 1:
+                continue
+            # A join compares two types by a common one.
+            frame = spark.range(1).selectExpr(*rows).selectExpr(f"coalesce({near}, {far}) AS it")
+            kind = type_sql(frame.schema["it"].dataType)
+            text = f"{near} = {far}"
+            found += [
+                RowCheck(rule, alias, "from", text, f"CAST(({sql}) AS {kind})") for sql, of in sides if of == alias
+            ]
     return found
 
 
@@ -82,7 +152,7 @@ def _overflow_failures(it: Maintenance) -> dict[Place, Failure]:
         return f"struct({order}.partition AS partition, {order}.offset AS offset, {place}) AS z_at"
 
     for alias in it.changes:
-        own = _row_expressions(it, alias)
+        own = _alias_expressions(it, alias)
         if own:
             rows = it.delta(alias).where(f"{V} = 1 AND z_changed").selectExpr("*", at(ORD))
             found |= _overflowing(rows, "z_at", name, own)
@@ -188,24 +258,34 @@ class _Expression(NamedTuple):
 
 
 def _row_failures(it: Maintenance) -> dict[Place, Failure]:
-    """The changed rows that fail in a join, or in a part of the key."""
+    """The rows that fail in a join, or in a part of the key: those that the batch changes, else one of earlier records."""
     found: dict[Place, Failure] = {}
+    own = {alias: _alias_expressions(it, alias) for alias in it.query.aliases}
     for alias in it.changes:
-        own = _row_expressions(it, alias)
-        if own:
+        if own[alias]:
             rows = it.delta(alias).where(f"{V} = 1 AND z_changed")
-            found |= _failures(it, own, rows.selectExpr(f"{_number(own)} AS failed", f"{ORD} AS blamed"))
+            found |= _failures(it, own[alias], rows.selectExpr(f"{_number(own[alias])} AS failed", f"{ORD} AS blamed"))
+    for alias, expressions in own.items():
+        if expressions and not found:
+            found |= _earlier_failures(it, alias, expressions)
     return found
 
 
-def _row_expressions(it: Maintenance, alias: str) -> list[_Expression]:
+def _earlier_failures(it: Maintenance, alias: str, own: Sequence[_Expression]) -> dict[Place, Failure]:
+    """A row of the state that fails. Its table has it from a time before the view, or before the other tables' types."""
+    kind = it.kinds[alias]
+    rows = it.reader.live(kind, it.before[alias]).where("row IS NOT NULL")
+    rows = rows.selectExpr(f"row AS {name_sql(alias)}", "version AS z_version")
+    failed = rows.selectExpr(f"{_number(own)} AS failed", "z_version").where("failed IS NOT NULL").limit(1).collect()
+    at = [(kind.table.topic, row["z_version"]["partition"], row["z_version"]["offset"]) for row in failed]
+    name = it.query.rule.name
+    return {place: Failure(*place, name, own[row["failed"]].text()) for place, row in zip(at, failed, strict=True)}
+
+
+def _alias_expressions(it: Maintenance, alias: str) -> list[_Expression]:
     """The expressions of joins and of the key over an alias alone."""
-    query = it.query
-    sides = [("from", sql) for join in query.view.joins for pair in join.on for sql in pair]
-    sides += [(path, sql) for path, sql in leaves(query.rule.key, "key")]
-    return [
-        _Expression(path, sql, fails(f"({sql})"), f"({sql})") for path, sql in sides if query.owners(sql) == {alias}
-    ]
+    checks = _row_expressions(it.reader.spark, it.query, it.kinds, alias)
+    return [_Expression(each.path, each.sql, fails(each.made), each.made) for each in checks]
 
 
 def _joined_failures(it: Maintenance, joined: DataFrame) -> dict[Place, Failure]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import pc
 from zync_assets.etl.rules.shapes import type_sql
 from zync_assets.pipeline import Shape
-from zync_assets.spark.sql import listed_sql, long_sql, name_sql, shape_sql, text_sql
+from zync_assets.spark.sql import int_sql, listed_sql, long_sql, name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -70,8 +70,9 @@ def listed_values(kind: DataType, values: Sequence[Any]) -> list[str] | None:
     from pyspark.sql import types as spark
 
     if isinstance(kind, spark.LongType | spark.IntegerType) and all(type(value) is int for value in values):
-        is_long = isinstance(kind, spark.LongType)
-        return [long_sql(value) if is_long else str(value) for value in values if is_long or abs(value) < 2**31]
+        if isinstance(kind, spark.LongType):
+            return [long_sql(value) for value in values]
+        return [int_sql(value) for value in values if -(2**31) <= value < 2**31]
     if kind == spark.StringType() and all(type(value) is str for value in values):
         return [text_sql(value) for value in values]
     return None

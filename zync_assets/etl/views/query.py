@@ -21,14 +21,14 @@ from zync_assets.etl.rules.assignment import has_schema
 from zync_assets.etl.rules.kind import Columns, OutputColumns
 from zync_assets.etl.rules.shapes import headers_sql, nullable, type_sql
 from zync_assets.etl.views.key_filter import substituted
-from zync_assets.etl.views.tables import definition_of, null_sql, table_of, table_type
+from zync_assets.etl.views.tables import lake_definition, null_sql, table_of, table_type
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Rule, Shape, View
 from zync_assets.pipeline_file.view_expressions import grouped, has_aggregates, ordered, with_greatest
 from zync_assets.queries import JoinStep
 from zync_assets.spark.failures import short
-from zync_assets.spark.sql import leaves, name_sql, shape_sql, text_sql
+from zync_assets.spark.sql import json_sql, leaves, name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -313,7 +313,7 @@ def rule_types(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
     if not all(topic in frames and has_schema(frames[topic]) for topic in topics.values()):
         return None
     kinds = {item.alias: table_type(table_of(item), frames[item.topic], state).state_row for item in query.view.tables}
-    place = (definition_of(rule), *(kinds[alias].json() for alias in query.aliases))
+    place = (lake_definition(rule), *(kinds[alias].json() for alias in query.aliases))
     found = _TYPES.get(place)
     if found is None:
         rows = {
@@ -363,7 +363,7 @@ def same_sql(one: str, other: str, kind: DataType) -> str:
 def _comparable(sql: str, kind: DataType) -> str:
     # Spark compares no maps.
     text = kind.simpleString()
-    return f"to_json(named_struct('it', {sql}))" if "map<" in text or "variant" in text else sql
+    return json_sql(sql) if "map<" in text or "variant" in text else sql
 
 
 DUPLICATE = "[duplicate key] "
@@ -385,7 +385,7 @@ def differences(query: Query, results: DataFrame, key_type: DataType, *, all_new
     row = f"struct({VALUE}, {HEADERS})"
 
     def picked(v: int) -> str:
-        best = f"struct({CHOICE}, to_json(struct({VALUE})))"
+        best = f"struct({CHOICE}, {json_sql(VALUE)})"
         made = f"max_by({row}, {best})" if chosen else f"any_value({row})"
         return f"{made} FILTER (WHERE {V} = {v})"
 

@@ -7,8 +7,9 @@ alone until the smaller ones together hold as many records, so that the size of 
 Most folds have few records. One Spark task for each table then reads and writes the files with Arrow: Spark would plan its
 queries for longer. Spark folds many records, and files with other types than the table, as those of before a column was widened.
 
-A deleted row is a version too: a record that a replay brings later must not bring the row back. A fold of all files drops the
-deleted rows of a topic without quarantined records. Records that go into quarantine later have greater offsets.
+A deleted row is a version too: an earlier record that comes later must not bring the row back. A replay brings such a record, and
+so does another partition if the latest time of a key counts. A fold of all files drops the deleted rows of other tables. Records
+that go into quarantine later have greater offsets.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def fold(spark: SparkSession, state: StagingState) -> int:
         files, kind = state_files(state, table), stored_type(table, state)
         due = due_files(files)
         if due is not None and kind is not None:
-            deleted = len(due.rows) < len(files.rows) or has_quarantined(state, table.topic)
+            deleted = len(due.rows) < len(files.rows) or table.by_time or has_quarantined(state, table.topic)
             folds.append(_Fold(uri, f"{folder}/state-{at}", kind, files, due, deleted))
     if not folds:
         return 0

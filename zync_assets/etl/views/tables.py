@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -41,6 +41,7 @@ from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_TYPE
 from zync_assets.lake.staging import INDEX, REPLACED, STATE, StagingState
 from zync_assets.lake.storage import wider_schema
 from zync_assets.pipeline import Input, Pipeline, Rule, Shape, SideFormat, ViewTable
+from zync_assets.queries import view_definition
 from zync_assets.spark.sql import name_sql, shape_sql
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ VERSION_TYPE = pa.struct(
 )
 """``partition``, ``offset``: of the record; ``high``, ``low``: its place in the order of outputs; ``offsets``: those of all
 records of the key in the batch of the version."""
+
+
+REMOVED = "removed"
+"""Begins the entry of a view that the pipeline file has no more."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +141,68 @@ def tables_of(rules: Iterable[Rule]) -> dict[str, Table]:
 def definition_of(rule: Rule) -> str:
     """The definition of a view as JSON: all that its result depends on."""
     assert rule.view is not None
-    view = asdict(rule.view)
-    for item in view["tables"]:
-        # As pools of older versions have it.
-        if not item["by_time"]:
-            del item["by_time"]
-    for join in view["joins"]:
-        # The expressions say it.
-        del join["near"]
-    return json.dumps([view, rule.key, rule.value, rule.headers, rule.out], sort_keys=True)
+    return rule.view.definition or lake_definition(rule)
+
+
+def lake_definition(rule: Rule) -> str:
+    """As ``definition_of``, by the names that the expressions have now."""
+    assert rule.view is not None
+    return view_definition(rule.view, rule.key, rule.value, rule.headers, rule.out)
+
+
+def _output_of(entry: str) -> str | None:
+    """The output topic of an entry of ``Head.views``. Pools of older versions have none for a view that was removed."""
+    return None if entry == REMOVED else json.loads(entry)[-1]
+
+
+def _entry(views: Mapping[str, str], rule: Rule, rules: Iterable[Rule]) -> str | None:
+    """The entry of a view's result: the entry of its name, or that of a view which had its output topic under another name."""
+    if rule.name in views:
+        return views[rule.name]
+    present = {other.name for other in rules if other.view is not None and other.out == rule.out}
+    former = [text for name, text in views.items() if name not in present and _output_of(text) == rule.out]
+    return next((text for text in former if text in _entries(rule)), former[0] if former else None)
+
+
+def _entries(rule: Rule) -> tuple[str, str]:
+    """The entries of a view whose definition is unchanged. Pools of older versions have the names of the lake."""
+    return definition_of(rule), lake_definition(rule)
+
+
+def has_result(views: Mapping[str, str], rule: Rule, rules: Iterable[Rule]) -> bool:
+    """Whether a pool has the result of a view as the rule is now, under whatever name. ``views``: as in ``Head.views``;
+    ``rules``: of the pool."""
+    return _entry(views, rule, rules) in _entries(rule)
+
+
+def has_changed(views: Mapping[str, str], rule: Rule, rules: Iterable[Rule]) -> bool:
+    """Whether a view's output topic has another result: of the view as it was, or of a view that it replaces."""
+    return _entry(views, rule, rules) not in (None, *_entries(rule))
+
+
+def new_views(rules: Sequence[Rule], state: StagingState | None) -> tuple[str, ...]:
+    """The views without a result whose tables are in the state of the pool. Their results need no new record."""
+    if state is None:
+        return ()
+    return tuple(
+        rule.name
+        for rule in rules
+        if rule.view is not None
+        and _entry(state.head.views, rule, rules) is None
+        and all(_is_known(table_of(item), state) for item in rule.tables)
+    )
+
+
+def _is_known(table: Table, state: StagingState) -> bool:
+    return table.name in state.head.tables and stored_type(table, state) is not None
+
+
+def removed_views(views: Mapping[str, str], results: Mapping[str, str], rules: Iterable[Rule]) -> dict[str, str]:
+    """The entries of views that the pipeline file has no more, and whose results are not maintained. Each keeps its output topic,
+    until another view has it. ``views``: the entries before; ``results``: those of the views that have a result now."""
+    names, outputs = {rule.name for rule in rules}, set(map(_output_of, results.values()))
+    gone = {name: _output_of(text) for name, text in views.items() if name not in names}
+    return {name: json.dumps([REMOVED, out]) for name, out in gone.items() if out is None or out not in outputs}
 
 
 @dataclass(frozen=True)

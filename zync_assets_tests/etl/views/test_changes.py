@@ -10,6 +10,7 @@ import pytest
 
 from zync_assets.checks.state_checks import state_equals_raw
 from zync_assets.errors import EtlError
+from zync_assets.etl.views.state_fold import RUNS
 from zync_assets.local.services import Services
 from zync_assets.pipeline import UNAVAILABLE_VALUE
 from zync_assets_tests.mini import make_pipeline, mini_of
@@ -92,4 +93,12 @@ def test_a_key_in_two_partitions_by_time(services: Services, spark: SparkSession
     it.step()
     assert [(row["key"]["id"], row["value"]) for row in it.staged()[2:]] == [(1, {"size": 4, "note": "e"})]
     assert it.classes(topic) == {"done": 7}
+    # A fold of the state keeps the deletion of a row: an earlier record of the other partition does not bring the row back.
+    it.send(topic, ('{"id": 1}', {"op": "d", "after": None}), times=[7_000])
+    for time in range(7_001, 7_001 + RUNS):
+        it.step()
+        it.send(topic, change(2, time, "x"), times=[time])
+    it.send(topic, change(1, 5, "f"), partition=1, times=[6_000])
+    it.step()
+    assert [row["value"] for row in it.staged() if row["key"]["id"] == 1][-1] is None
     assert state_equals_raw(it.pipeline, "Staging", lambda: spark).passed

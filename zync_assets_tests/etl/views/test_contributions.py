@@ -24,7 +24,7 @@ def rows_of(world: World, spark: SparkSession, key: Any) -> list[tuple[str, Any]
     assert state is not None
     [rule] = pipeline.rules
     offset = max(row["kafka"]["offset"] for row in world.it.staged(rule.out) if row["key"] == key)
-    found = contributions(spark, state, rule, offset)
+    found = contributions(spark, state, [rule], rule, offset)
     if found is None:
         return None
     raw = {topic: world.it.raw(topic) for topic in {each.topic for each in found}}

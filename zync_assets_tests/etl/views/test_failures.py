@@ -10,6 +10,7 @@ import pytest
 
 from zync_assets.errors import EtlError
 from zync_assets.local.services import Services
+from zync_assets.runner import rebuild_all
 from zync_assets_tests.mini import Mini, make_pipeline, mini_of
 
 if TYPE_CHECKING:
@@ -172,3 +173,35 @@ def test_an_aggregate_that_overflows_java_s_stack_keeps_the_earlier_row_of_its_k
     it.send(it.left, row(4, "c", 1))
     it.step()
     assert it.values()[-1] == {"name": "Ann", "plain": False}
+
+
+def test_a_join_of_two_types_costs_the_record_that_has_no_value_of_both(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """A text is compared with a number as a number. The other table may have no row yet, and nothing is compared then."""
+    it = made(services, spark, tmp_path, unique, "{size: t.size}")
+    it = it.changed("t.of = u.id", "t.size = u.id")
+    it.send(it.left, row(1, "1"), row(2, "n/a"), row(3, "03"))
+    it.step()
+    assert it.classes(it.left) == {"done": 2, "quarantined": 1}
+    [(_, offset, reason)] = reasons(it)
+    assert (offset, reason.partition(": [")[0]) == (1, "from: t.size = u.id")
+    it.send(it.right, name(1, "Ann"), name(3, "Bob"))
+    it.send(it.left, row(4, ""))
+    it.step()
+    assert {row["key"]["id"] for row in it.staged()} == {1, 3}
+    assert it.classes(it.left) == {"done": 2, "quarantined": 2}
+
+
+def test_a_row_of_before_the_view_that_a_join_fails_on_is_named(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = made(services, spark, tmp_path, unique, "{size: t.size}")
+    it.send(it.left, row(1, "1", 1), row(2, "n/a", 1))
+    it.send(it.right, name(1, "Ann"))
+    it.step()
+    it = it.changed("t.of = u.id", "t.size = u.id").changed(f"out: {it.out}\n", f"out: {it.out}\n    name: other\n")
+    with pytest.raises(EtlError, match=r"the definition of view other changed"):
+        it.etl()
+    with pytest.raises(EtlError, match=rf"The row is of an earlier record: topic {it.left}, partition 0, offset 1"):
+        list(rebuild_all(it.pipeline, lambda: spark, "views"))

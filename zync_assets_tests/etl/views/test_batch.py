@@ -1,0 +1,114 @@
+"""The views of a batch: what counts as the definition of a result, and which views need no new record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zync_assets.errors import EtlError
+from zync_assets.local.services import Services
+from zync_assets.runner import rebuild_all
+from zync_assets_tests.mini import Mini, make_pipeline, mini_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+TEXT = """
+inputs:
+  - {{topic: {topic}, pool: Raw, format: json, key-schema: id int,
+     value-schema: "id int, n int, at timestamp, tags map<string, int>, `first name` string"}}
+outputs:
+  - {{topic: {topic}.a, pool: Staging, format: json, create: {{}}}}
+  - {{topic: {topic}.b, pool: Staging, format: json, create: {{}}}}
+transforms:
+  - {{name: old, type: view, tables: {{o: {topic}}}, from: o, key: {{id: o.id}}, value: {{{value}}}, out: {topic}.a}}
+"""
+
+
+class Pool:
+    """A pool with one view ``old`` over one topic, and its output topics ``a`` and ``b``."""
+
+    def __init__(self, services: Services, spark: SparkSession, folder: Path, topic: str, value: str) -> None:
+        self.it: Mini = mini_of(
+            make_pipeline(services, folder, TEXT.format(topic=topic, value=value), partitions=1), spark
+        )
+        self.topic = topic
+
+    def step(self, *rows: dict[str, Any]) -> None:
+        """A batch of rows, and a look at the idle pool after it."""
+        self.it.send(self.topic, *((json.dumps({"id": row["id"]}), row) for row in rows))
+        self.it.step()
+        assert self.it.etl() is None
+
+    def edit(self, old: str, new: str) -> None:
+        self.it = self.it.changed(old, new)
+
+    def folded(self, out: str) -> dict[int, Any]:
+        found = {row["key"]["id"]: row["value"] for row in self.it.staged(f"{self.topic}.{out}")}
+        return {key: value for key, value in found.items() if value is not None}
+
+
+def test_a_change_of_a_microsecond_beside_a_map_is_a_change(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """Spark compares no maps, so that values with maps are compared as JSON."""
+    pool = Pool(services, spark, tmp_path, unique, "at: o.at, tags: o.tags")
+    for microsecond in (1, 2):
+        pool.step({"id": 1, "at": f"2026-01-01T00:00:00.00000{microsecond}Z", "tags": {"a": 1}})
+    assert [value["at"].microsecond for value in pool.it.values(f"{unique}.a")] == [1, 2]
+    pool.step({"id": 1, "at": "2026-01-01T00:00:00.000002Z", "tags": {"a": None}})
+    assert len(pool.it.staged(f"{unique}.a")) == 3
+
+
+def test_a_view_whose_names_the_lake_spells_otherwise_stays_as_it_is(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    pool = Pool(services, spark, tmp_path, unique, "Full name: o.`first name`, v: o.n, V: o.n")
+    pool.step({"id": 1, "first name": "Ann"})
+    pool.step({"id": 1, "first name": "Anna"})
+    assert len(pool.it.staged(f"{unique}.a")) == 2
+
+
+def test_an_output_keeps_its_result_under_another_name_and_refuses_another_definition(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    pool = Pool(services, spark, tmp_path, unique, "n: o.n")
+    pool.step({"id": 1, "n": 1}, {"id": 2, "n": 2})
+    pool.edit("name: old", "name: new")
+    pool.step({"id": 3, "n": 3})
+    # No key is emitted again.
+    assert [row["key"]["id"] for row in pool.it.staged(f"{unique}.a")] == [1, 2, 3]
+    pool.edit("name: new", "name: newer, where: o.n > 1")
+    with pytest.raises(EtlError, match=r"the definition of view newer changed .* zync rebuild"):
+        pool.it.etl()
+    # The name of a view that is gone stays with its output topic.
+    pool.edit(f"out: {unique}.a}}", f"out: {unique}.b}}")
+    pool.step()
+    assert pool.folded("b") == {2: {"n": 2}, 3: {"n": 3}}
+    pool.edit("name: newer, where: o.n > 1", "name: newest")
+    pool.edit(f"out: {unique}.b}}", f"out: {unique}.a}}")
+    pool.edit("value: {n: o.n}", "value: {m: o.n}")
+    with pytest.raises(EtlError, match=r"the definition of view newest changed"):
+        pool.it.etl()
+    pool.edit("name: newest", "name: newest, where: o.n > 2")
+    list(rebuild_all(pool.it.pipeline, lambda: spark, "views"))
+    assert {key: value["m"] for key, value in pool.folded("a").items()} == {3: 3}
+    assert pool.it.etl() is None
+
+
+def test_a_new_view_over_known_tables_needs_no_new_record(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    pool = Pool(services, spark, tmp_path, unique, "n: o.n")
+    pool.step({"id": 1, "n": 1}, {"id": 2, "n": 2})
+    path = pool.it.pipeline.path
+    view = f"  - {{name: more, type: view, tables: {{p: {unique}}}, from: p, key: p.id, value: {{m: p.n}}, out: {unique}.b}}\n"
+    path.write_text(path.read_text() + view)
+    pool.it = pool.it.loaded()
+    assert pool.it.etl() is not None
+    assert pool.it.etl() is None
+    assert sorted(value["m"] for value in pool.it.values(f"{unique}.b")) == [1, 2]
+    assert pool.it.classes(unique) == {"done": 2}
