@@ -82,7 +82,8 @@ def rewrite(sql: str, tables: Sequence[tuple[str, str]]) -> ViewQuery:
         raise ZyncError(f"the query is longer than {MAX_LENGTH} characters; make it shorter")
     pools = "|".join(sorted({re.escape(pool) for pool, _ in tables}))
     # A name with a sign stands in back quotes.
-    sql = re.sub(rf"(?i)\b({pools})\.`?([\w.-]+?)`?{LATEST}\b", rf"\1.`\2{LATEST}`", sql)
+    names = rf"`([^`]+){LATEST}`|`([^`]+)`{LATEST}\b|([\w.-]+?){LATEST}\b"
+    sql = re.sub(rf"(?i)\b({pools})\.(?:{names})", lambda it: f"{it[1]}.`{it[it.lastindex or 1]}{LATEST}`", sql)
     try:
         statements = [item for item in sqlglot.parse(sql, read="spark") if item is not None]
     except SqlglotError as error:

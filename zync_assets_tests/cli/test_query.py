@@ -39,6 +39,7 @@ TABLES = [("Raw", "Invoices"), ("Raw", "shop.public.orders"), ("Staging", "New")
         ),
         ("select * from Staging.New@latest", "select * from zync_3 AS `New@latest`"),
         ("select * from Staging.`New`@latest n", "select * from zync_3 n"),
+        ("select * from staging.`New@latest` n", "select * from zync_3 n"),
         (
             "select 1 where exists (select 1 from Staging.New tablesample (10 rows))",
             "select 1 where exists (select 1 from zync_2 tablesample (10 rows))",
