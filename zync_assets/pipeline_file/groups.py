@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
 
 from sqlglot import exp
 from sqlglot.tokenizer_core import Token, TokenType
@@ -80,7 +81,7 @@ class GroupSection:
         tokens, made = tokenize(sql), list[tuple[int, int, str]]()
         for opening, closing in self._calls(tokens):
             start, end = tokens[opening - 1].start, tokens[closing].end + 1
-            function, text = tokens[opening - 1].text.lower(), " ".join(sql[start:end].split())
+            function, text = tokens[opening - 1].text.lower(), _spaced(sql, tokens[opening - 1 : closing + 1])
             inside = sql[tokens[opening].end + 1 : tokens[closing].start].strip()
             made.append((start, end, name_sql(self._aggregate(function, inside, text))))
         for start, end, text in reversed(made):
@@ -266,6 +267,14 @@ def _headers(headers: Headers | None, section: GroupSection) -> Headers | None:
     if headers is None or isinstance(headers, str):
         return None if headers is None else section.rewritten(headers)
     return {name: section.rewritten(sql) for name, sql in headers.items()}
+
+
+def _spaced(sql: str, tokens: Sequence[Token]) -> str:
+    """The text of some tokens, with one space for the white space between two of them. Literals stay as they are."""
+    gaps = (sql[one.end + 1 : other.start] for one, other in pairwise(tokens))
+    between = [" ".join(f"<{gap}>".split())[1:-1] for gap in gaps]
+    each = (sql[token.start : token.end + 1] for token in tokens)
+    return "".join(part for pair in zip_longest(each, between, fillvalue="") for part in pair)
 
 
 def _prefixed(sql: str, alias: str) -> str:

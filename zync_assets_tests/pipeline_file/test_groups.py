@@ -59,6 +59,17 @@ def test_two_aggregates_that_differ_in_case_alone_are_two_columns(tmp_path: Path
     assert len({item.name.lower() for item in rule.group.aggregates}) == len(rule.group.aggregates) == 6
 
 
+def test_aggregates_of_literals_with_other_spaces_are_two_and_spaces_between_words_are_one(tmp_path: Path) -> None:
+    one, other = "count_if(l.value.s = 'a b')", "count_if(l.value.s = 'a  b')"
+    text = FILE.replace("n: count(*)", f'n: "{one} + {other} + {one.replace(" =", "   =")}"')
+    (rule,) = loaded(tmp_path, text).rules
+    assert isinstance(rule.value, dict)
+    assert rule.value["n"] == f"`{one}` + `{other}` + `{one}`"
+    assert rule.group is not None
+    arguments = {item.name: item.arguments["l"] for item in rule.group.aggregates if item.name in (one, other)}
+    assert arguments == {one: "l.value.s = 'a b'", other: "l.value.s = 'a  b'"}
+
+
 def test_all_outputs_of_a_group_have_the_aggregates_of_all(tmp_path: Path) -> None:
     head, _, _ = FILE.partition("    out: Events")
     outputs = (
