@@ -120,8 +120,12 @@ def test_a_topic_that_gets_more_partitions_is_an_error_with_a_way_back(make: Mak
     admin = AdminClient(dict(it.pipeline.kafka))
     for future in admin.create_partitions([NewPartitions(it.out, 5)]).values():
         future.result()
-    with pytest.raises(PartitionsChanged, match=f"topic {it.out} has 5 partitions, and its outputs are numbered for 3"):
+    with pytest.raises(
+        PartitionsChanged, match=f"topic {it.out} has 5 partitions, and its outputs are numbered for 3"
+    ) as error:
         plan_publish(it.pipeline, it.out)
+    # The command is the last word, so that no full stop is pasted with it.
+    assert str(error.value).endswith(it.pipeline.command("to-kafka", "--recreate", it.out))
     assert "5 partitions" in staging_equals_topic(it.pipeline, it.out).summary
     recreate_topic(it.pipeline, it.out)
     assert it.publish().records == 9

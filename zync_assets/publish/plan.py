@@ -304,8 +304,8 @@ def partitions_error(
     return PartitionsChanged(
         f"topic {topic_state.topic} has {count_text(count, 'partition')}, and its outputs are numbered for {numbered}: with other"
         " partitions, later records of a key would not follow its earlier ones. Nothing was published."
-        f" To publish all of staging to a new topic with {count_text(numbered, 'partition')}: {recreate}. For"
-        f" {count_text(count, 'partition')}, give the output another topic and another staging pool."
+        f" For {count_text(count, 'partition')}, give the output another topic and another staging pool."
+        f" To publish all of staging to a new topic with {count_text(numbered, 'partition')}: {recreate}"
     )
 
 
