@@ -17,6 +17,7 @@ from zync_assets.etl import positions, source_rows
 from zync_assets.etl.account import Labels, labels_of
 from zync_assets.etl.coalescence import finished
 from zync_assets.etl.components import Component, components, whole
+from zync_assets.etl.encodability import size_limits
 from zync_assets.etl.failures import Failures
 from zync_assets.etl.frontier import OrderSpan
 from zync_assets.etl.hold import Hold
@@ -94,6 +95,11 @@ class Transform:
         place = self.pipeline, self.plan.pool, self.spark, self.plan.state
         about = self.types, known, self.small, self.plan.raw, self.plan.rebuild
         return Stage(*place, self.rules, self.ordering, self.rows, reads, *about)
+
+    @cached_property
+    def limits(self) -> Mapping[str, int]:
+        """Output topic → the most bytes of a record, as far as it is known."""
+        return size_limits(self.pipeline, self.types)
 
     @cached_property
     def bounds(self) -> list[Bound]:
@@ -285,11 +291,9 @@ def _result_frame(
     each: list[DataFrame] = []
     if own:
         together = transform.small
-        each.append(
-            finished(
-                union(own), pipeline, transform.rules, component.outputs, transform.types, together=together, held=held
-            )
-        )
+        about = transform.types, transform.labels, lambda: transform.limits
+        rows = union(own)
+        each.append(finished(rows, pipeline, transform.rules, component.outputs, *about, together=together, held=held))
     if component.views and views is not None:
         each += views.rows
     if not each:

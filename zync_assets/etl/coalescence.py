@@ -4,17 +4,22 @@ The changes of a key are merged one after another, in the order of outputs. A to
 values, one must have all fields of the other: the merged value has the fields of both, each as the later of the two has it. A
 field that a change leaves out keeps its earlier value. Two changes that can't be merged so are two outputs. The ``source`` of a
 merged output lists the raw records of all merged changes. Each done record is therefore the source of an output.
+
+A change that may be impossible to encode stays an output of its own. If it can't be encoded, it costs no other change. Two
+changes that together may be too large are two outputs as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from zync_assets.etl.encodability import left_out
+from zync_assets.etl.account import Labels
+from zync_assets.etl.encodability import RowChecks, left_out, row_checks
+from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.rules.assignment import without_dropped
 from zync_assets.etl.rules.kind import LACKING, LATER, OutputColumns
-from zync_assets.etl.rules.parts import OutputTypes
 from zync_assets.etl.rules.shapes import key_fields
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark.sql import name_sql, text_sql
@@ -29,11 +34,20 @@ _ROWS = (
 )
 
 
+_ALONE, _SIZE = "alone", "size"
+"""The columns of changes: whether the change is not merged, and the most bytes of its output."""
+
+
 def coalesced(
-    results: DataFrame, rules: Sequence[Rule], topic: str, targets: Mapping[str, OutputColumns], placeholder: str | None
+    results: DataFrame,
+    rules: Sequence[Rule],
+    topic: str,
+    targets: Mapping[str, OutputColumns],
+    placeholder: str | None,
+    checks: Callable[[Collection[str]], RowChecks | None] = lambda _: None,
 ) -> DataFrame:
     """The result rows with merged outputs of a topic. ``targets``: rule → the columns of its outputs; ``placeholder``: Debezium's
-    of a value that is not sent."""
+    of a value that is not sent; ``checks``: columns of rows → the checks of the topic's outputs."""
     from pyspark.sql import functions as F
 
     indexes = [at for at, rule in enumerate(rules) if rule.out == topic and rule.name in targets]
@@ -42,7 +56,7 @@ def coalesced(
         # Without a key, no two changes are of one.
         return results
     mine = f"kind = 'out' AND rule IN ({', '.join(map(str, indexes))}) AND {name_sql(key)} IS NOT NULL"
-    columns = results.columns
+    columns, check = results.columns, checks(results.columns)
     number = "coalesce(number, 0)" if "number" in columns else "0"
     lone = f"CASE WHEN {mine} THEN NULL ELSE struct(element_at(source, 1) AS first, {number} AS number) END AS lone"
     kinds = {at: target.key[1] for at in indexes if (target := targets[rules[at].name]).key is not None}
@@ -50,16 +64,26 @@ def coalesced(
     # Without a key in these rules, all keys are null.
     shape = f"CASE rule {fields} END" if fields else "''"
     of = f"CASE WHEN {mine} THEN struct({name_sql(key)} AS key, {shape} AS fields) END AS of"
+    if check is not None:
+        about = f"{mine} AND ({check.suspect}) AS {_ALONE}", f"CASE WHEN {mine} THEN {check.size()} END AS {_SIZE}"
+        results = results.selectExpr("*", *about)
     keyed = results.selectExpr(of, lone, "struct(*) AS change")
     changes = keyed.groupBy("of", "lone").agg(F.expr(f"array_sort(collect_list(change), {LATER}) AS changes"))
-    merged = _Merge(columns, {at: targets[rules[at].name] for at in indexes}, placeholder)
-    both = f"concat(slice(made, 1, size(made) - 1), array({merged.row}))"
-    step = f"CASE WHEN {merged.condition} THEN {both} ELSE concat(made, array(b)) END"
+    merged = _Merge(columns, {at: targets[rules[at].name] for at in indexes}, placeholder, check)
+    instead, beside = "concat(slice(made, 1, size(made) - 1), array({}))", "concat(made, array(b))"
+    both = instead.format(merged.row)
+    if check is not None:
+        fits = f"merged.{_SIZE} <= {check.limit} OR {check.size('merged')} <= {check.limit}"
+        chosen = f"CASE WHEN {fits} THEN {instead.format('merged')} ELSE {beside} END"
+        both = f"element_at(transform(array({merged.row}), merged -> {chosen}), 1)"
+    step = f"CASE WHEN {merged.condition} THEN {both} ELSE {beside} END"
     # The last of the changes so far, under a name.
     step = f"element_at(transform(array(element_at(made, -1)), a -> {step}), 1)"
     rest = "slice(changes, 2, size(changes))"
     folded = f"aggregate({rest}, slice(changes, 1, 1), (made, b) -> {step})"
-    return changes.selectExpr(f"explode({folded}) AS change").selectExpr("change.*")
+    return changes.selectExpr(f"explode({folded}) AS change").selectExpr(
+        *(f"change.{name_sql(name)}" for name in columns)
+    )
 
 
 def finished(
@@ -67,13 +91,18 @@ def finished(
     pipeline: Pipeline,
     rules: Sequence[Rule],
     outputs: Collection[str],
-    types: Mapping[str, OutputTypes],
+    types: Mapping[str, OutputType],
+    labels: Labels,
+    limits: Callable[[], Mapping[str, int]],
     *,
     together: bool,
     held: bool,
 ) -> DataFrame:
-    """The result rows of a batch, without dropped outputs, and with merged ones. ``outputs``: the topics of the rows;
-    ``together``: one task runs the whole batch; ``held``: an output is held."""
+    """The result rows of a batch, without dropped outputs, and with merged ones.
+
+    ``outputs``: the topics of the rows. ``limits``: returns the most bytes of a record of each (``encodability.size_limits``).
+    ``together``: one task runs the whole batch. ``held``: an output is held.
+    """
     results = without_dropped(results, [rule for rule in rules if rule.out in outputs])
     merging = [topic for topic in dict.fromkeys(rule.out for rule in rules) if topic in outputs]
     merging = [topic for topic in merging if pipeline.output(topic).coalesce]
@@ -83,15 +112,26 @@ def finished(
         results = results.selectExpr("*", *known, "CAST(NULL AS array<int>) AS takers")
         # Rows of one task need no shuffle.
         results = results.coalesce(1) if together else results
+
+    def checks(topic: str, columns: Collection[str]) -> RowChecks | None:
+        return row_checks(pipeline, labels, types[topic], columns, limits(), texts=True)
+
     for topic in merging:
-        results = coalesced(results, rules, topic, types[topic].targets, pipeline.unavailable_value)
+        about = types[topic].targets, pipeline.unavailable_value, partial(checks, topic)
+        results = coalesced(results, rules, topic, *about)
     return results
 
 
 class _Merge:
     """Two changes ``a`` and ``b`` as one, as SQL."""
 
-    def __init__(self, columns: Sequence[str], targets: Mapping[int, OutputColumns], placeholder: str | None) -> None:
+    def __init__(
+        self,
+        columns: Sequence[str],
+        targets: Mapping[int, OutputColumns],
+        placeholder: str | None,
+        check: RowChecks | None,
+    ) -> None:
         from pyspark.sql.types import StructType
 
         sides = {at: target.value for at, target in targets.items() if target.value is not None}
@@ -108,11 +148,17 @@ class _Merge:
             if found is None
             else f"coalesce({found[1]}, CAST(array() AS array<string>))"
         )
-        self.columns = columns
+        self.checked = check is not None
+        self.columns = [*columns, *((_ALONE, _SIZE) if self.checked else ())]
 
     @property
     def condition(self) -> str:
         """Whether the changes can be merged."""
+        return f"NOT a.{_ALONE} AND NOT b.{_ALONE} AND {self._fits}" if self.checked else self._fits
+
+    @property
+    def _fits(self) -> str:
+        """Whether one of the changes has all fields of the other."""
         if self.value is None:
             return "true"
         one, other = (f"{side}.{name_sql(self.value)} IS NULL" for side in "ab")
@@ -146,6 +192,7 @@ class _Merge:
             "takers": f"concat({takers['a']}, {takers['b']})",
             "rows": f"concat({rows['a']}, {rows['b']})",
             "ords": "concat(a.ords, b.ords)",
+            _SIZE: f"a.{_SIZE} + b.{_SIZE}",
         }
         if self.value is not None and self.fields:
             made[self.value] = f"CASE WHEN {gone} THEN b.{name_sql(self.value)} ELSE {self._value()} END"

@@ -14,7 +14,8 @@ placeholder overwrites no value downstream. ``spark.sql.is_placeholder`` has the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.rules.output_schemas import parse_group
 from zync_assets.kafka.topics import known_limits, new_topic_config, topic_states
 from zync_assets.lake import staging
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Output, Pipeline
 from zync_assets.publish.encoding import RowSchema, encoder_of, payloads, row_schema, without_fields
 from zync_assets.publish.headers import MOST_SOURCES, most_source_bytes
 from zync_assets.spark.sql import is_placeholder, name_sql, path_sql, placeholder_texts, text_sql
@@ -105,10 +106,13 @@ _NUMBER = 48
 """More than any number or time takes."""
 
 
-def odd_sql(sql: str, kind: DataType, form: str, depth: int = 0) -> str | None:
+def odd_sql(
+    sql: str, kind: DataType, form: str, depth: int = 0, *, times: bool = True, texts: bool = False
+) -> str | None:
     """Whether a value holds something that may have no form, as a condition (null: no); None if its type can't.
 
-    ``sql``: an expression of the type; ``form``: the output's format.
+    ``sql``: an expression of the type; ``form``: the output's format. ``times``: a time may have no form. Without times, what the
+    condition finds has none. ``texts``: texts are looked at too.
     """
     from pyspark.sql.types import (
         ArrayType,
@@ -117,6 +121,7 @@ def odd_sql(sql: str, kind: DataType, form: str, depth: int = 0) -> str | None:
         DoubleType,
         FloatType,
         MapType,
+        StringType,
         StructType,
         TimestampNTZType,
         TimestampType,
@@ -126,25 +131,27 @@ def odd_sql(sql: str, kind: DataType, form: str, depth: int = 0) -> str | None:
         return f"(isnan({sql}) OR abs({sql}) = double('Infinity'))"
     if isinstance(kind, BinaryType) and form == "string":
         return f"(NOT is_valid_utf8(CAST({sql} AS STRING)))"
-    if isinstance(kind, DateType | TimestampType | TimestampNTZType):
+    if texts and isinstance(kind, StringType):
+        return f"(NOT is_valid_utf8({sql}))"
+    if times and isinstance(kind, DateType | TimestampType | TimestampNTZType):
         return f"(year({sql}) NOT BETWEEN 2 AND 9998)"
+
+    def inside(sql: str, kind: DataType, depth: int) -> str | None:
+        return odd_sql(sql, kind, form, depth, times=times, texts=texts)
+
+    def exists(sql: str, kind: DataType) -> str | None:
+        inner = inside(f"x{depth}", kind, depth + 1)
+        return None if inner is None else f"exists({sql}, x{depth} -> {inner})"
+
+    found: list[str | None] = []
     if isinstance(kind, StructType):
-        found = [odd_sql(f"{sql}.{name_sql(item.name)}", item.dataType, form, depth) for item in kind]
-        parts = [part for part in found if part is not None]
-        return f"({' OR '.join(parts)})" if parts else None
-    if isinstance(kind, ArrayType):
-        return _exists(sql, kind.elementType, form, depth)
-    if isinstance(kind, MapType):
-        sides = (("map_keys", kind.keyType), ("map_values", kind.valueType))
-        found = [_exists(f"{name}({sql})", inner, form, depth) for name, inner in sides]
-        parts = [part for part in found if part is not None]
-        return f"({' OR '.join(parts)})" if parts else None
-    return None
-
-
-def _exists(sql: str, kind: DataType, form: str, depth: int) -> str | None:
-    inner = odd_sql(f"x{depth}", kind, form, depth + 1)
-    return None if inner is None else f"exists({sql}, x{depth} -> {inner})"
+        found = [inside(f"{sql}.{name_sql(item.name)}", item.dataType, depth) for item in kind]
+    elif isinstance(kind, ArrayType):
+        found = [exists(sql, kind.elementType)]
+    elif isinstance(kind, MapType):
+        found = [exists(f"map_keys({sql})", kind.keyType), exists(f"map_values({sql})", kind.valueType)]
+    parts = [part for part in found if part is not None]
+    return f"({' OR '.join(parts)})" if parts else None
 
 
 def size_sql(sql: str, kind: DataType, depth: int = 0) -> str:
@@ -191,6 +198,66 @@ class EncodingFailures(Exception):
         self.failures = failures
 
 
+@dataclass(frozen=True)
+class RowChecks:
+    """What may keep an output of a topic from its encoding, as SQL over result rows.
+
+    ``odd``: whether the output holds something that may have no form. ``limit``: an output of more bytes may be too large.
+    ``sides``: column and type. ``others``: the bytes beside the columns.
+    """
+
+    odd: str
+    limit: int
+    sides: Sequence[tuple[str, DataType]]
+    others: Sequence[str]
+
+    def size(self, row: str = "") -> str:
+        """The most bytes of an output. ``row``: the name of the struct that holds its columns, or none."""
+        prefix = f"{row}." if row else ""
+        sizes = [size_sql(f"{prefix}{name_sql(name)}", kind) for name, kind in self.sides]
+        return " + ".join([*sizes, *(part.format(prefix) for part in self.others)])
+
+    @property
+    def suspect(self) -> str:
+        """Whether an output may be impossible to encode, as a condition (null: no)."""
+        return f"{self.odd} OR coalesce({self.size()} > {self.limit}, false)"
+
+
+def row_checks(
+    pipeline: Pipeline,
+    labels: Labels,
+    kind: OutputType,
+    present: Collection[str],
+    limits: Mapping[str, int],
+    *,
+    texts: bool = False,
+) -> RowChecks | None:
+    """The checks of a topic's outputs; None for a topic without columns. The parameters are those of ``suspect_sql`` and
+    ``odd_sql``."""
+    from zync_assets.codecs.spark_types import spark_type
+
+    item = pipeline.output(kind.topic)
+    sides = [(name, spark_type(arrow)) for name, arrow in kind.columns.items() if name in present]
+    if not sides:
+        return None
+    odd = [
+        found
+        for name, type in sides
+        if (found := odd_sql(name_sql(name), type, side_format(item, name), texts=texts)) is not None
+    ]
+    schemas = max((_schema_bytes(kind.topic, text) for text in kind.texts.values()), default=0)
+    others = [f"least(size({{0}}source), {MOST_SOURCES + 1}) * {most_source_bytes(labels.topics)}"]
+    others = [*(others if item.provenance else ()), str(schemas + _AROUND)]
+    found = " OR ".join(f"coalesce({part}, false)" for part in odd) or "false"
+    return RowChecks(found, min(LARGE, limits.get(kind.topic, LARGE)), sides, others)
+
+
+def side_format(item: Output, column: str) -> str:
+    """The format of a column of an output."""
+    forms = {staging.key_column(item.topic): item.key.format, staging.value_column(item.topic): item.value.format}
+    return forms.get(column, "bytes")
+
+
 def suspect_sql(
     pipeline: Pipeline,
     labels: Labels,
@@ -200,27 +267,9 @@ def suspect_sql(
 ) -> str:
     """A condition for result rows (see ``etl.rules.kind``) with the columns ``present``: an output that may be impossible to
     encode; null or false: it is not. ``limits``: see ``size_limits``."""
-    from zync_assets.codecs.spark_types import spark_type
-
-    cases: list[str] = []
-    for topic, kind in types.items():
-        item = pipeline.output(topic)
-        forms = {staging.key_column(topic): item.key.format, staging.value_column(topic): item.value.format}
-        sides = [
-            (name_sql(name), spark_type(arrow), forms.get(name, "bytes"))
-            for name, arrow in kind.columns.items()
-            if name in present
-        ]
-        odd = [found for sql, type, form in sides if (found := odd_sql(sql, type, form)) is not None]
-        if sides:
-            sizes = [size_sql(sql, type) for sql, type, _ in sides]
-            if item.provenance:
-                sizes.append(f"least(size(source), {MOST_SOURCES + 1}) * {most_source_bytes(labels.topics)}")
-            schemas = max((_schema_bytes(topic, text) for text in kind.texts.values()), default=0)
-            odd.append(f"{' + '.join(sizes)} + {schemas + _AROUND} > {min(LARGE, limits.get(topic, LARGE))}")
-        if odd:
-            found = " OR ".join(f"coalesce({part}, false)" for part in odd)
-            cases.append(f"WHEN rule IN ({labels.of_topic(topic)}) THEN {found}")
+    checks = {topic: row_checks(pipeline, labels, kind, present, limits) for topic, kind in types.items()}
+    known = ((labels.of_topic(topic), each.suspect) for topic, each in checks.items() if each is not None)
+    cases = [f"WHEN rule IN ({rules}) THEN {suspect}" for rules, suspect in known]
     return f"kind = 'out' AND CASE {' '.join(cases)} ELSE false END" if cases else "false"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from zync_assets.etl import positions
 from zync_assets.etl.account import Labels
 from zync_assets.etl.batch import ResultFrame, ResultRows, Transform
-from zync_assets.etl.encodability import size_limits, suspect_sql
+from zync_assets.etl.encodability import suspect_sql
 from zync_assets.etl.hold import NO_HOLD, Hold
 from zync_assets.etl.output_files import BucketWriter, ResultQuery, Results
 from zync_assets.etl.partitions import Partitions, counts_of, topic_partitions, with_partition_columns
@@ -72,7 +72,7 @@ class Numbering:
             if topic in types and self._present[topic].issuperset(types[topic].columns)
         }
         self.partitions, self.kept = topic_partitions(pipeline, plan.head, known, transform.labels, counts)
-        limits, parts = size_limits(pipeline, types), transform.ordering.parts
+        limits, parts = transform.limits, transform.ordering.parts
         bounds = transform.bounds if plan.recomputed is None else rebuild_bounds(transform, parts)
         queries = [self._query(at, frame, bounds, limits, hold) for at, frame in enumerate(rows.frames)]
 

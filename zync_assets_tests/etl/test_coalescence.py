@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from pyspark.sql.types import StructType
 
 from zync_assets.checks.output_checks import run_all
@@ -167,6 +168,52 @@ def test_a_batch_has_one_output_of_a_key_and_the_account_is_whole(
     assert it.classes(it.left) == {"done": 3}
     it.publish()
     assert [result for result in run_all(it.pipeline) if result.severity == "error" and not result.passed] == []
+
+
+BAD = """
+transforms:
+  - {name: whole, type: stateless, in: $left, where: value.op = 'c', out: $out, key: in.key,
+     value: {id: in.value.id, z: "IF(in.value.id < 0, double('NaN'), 1D)", t: "CAST(unhex(in.value.v) AS STRING)"}}
+  - {name: part, type: stateless, in: $left, where: value.op = 'u', out: $out, key: in.key, value: {id: in.value.id}}
+"""
+
+
+@pytest.mark.parametrize("each", [1, 30])
+def test_a_change_that_can_not_be_encoded_costs_itself_wherever_batches_are_cut(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, each: int
+) -> None:
+    """However many changes of its key follow, and also if they set its fields again."""
+    text = BOTH.replace("{topic: $out,", "{topic: $out, coalesce: true,") + BAD
+    it = mini(services, spark, tmp_path, unique, text)
+    records = [("a", row(-1, "61")), ("a", row(2, "61")), ("a", row(3, "FF")), ("a", row(4, "", "u"))]
+    records += [("b", row(-1, "61")), *(("b", row(at, "", "u")) for at in range(5 if each == 1 else 26))]
+    for first in range(0, len(records), each):
+        it.send(it.left, *records[first : first + each])
+        it.step()
+    rows: dict[str, dict[str, Any]] = {}
+    for item in it.staged():
+        fields = item["value"] if item["rule"] == "whole" else {"id": item["value"]["id"]}
+        rows[item["key"]] = {**rows.get(item["key"], {}), **fields}
+    assert rows == {"a": {"id": 4, "z": 1.0, "t": "a"}, "b": {"id": records[-1][1]["id"]}}
+    bad = it.ledger("quarantined")
+    assert [(entry["first"], entry["rule"]) for entry in bad] == [(0, "whole"), (2, "whole"), (4, "whole")]
+    assert it.classes(it.left) == {"done": len(records) - 3, "quarantined": 3}
+
+
+def test_changes_that_together_are_too_large_are_several_outputs(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    text = BOTH.replace("{topic: $out,", "{topic: $out, coalesce: true,")
+    text = text.replace("factor: 1}", "factor: 1, config: {max.message.bytes: 2000}}")
+    rule = "  - {name: %s, type: stateless, in: $%s, out: $out, key: in.key, value: {id: in.value.id, %s}}\n"
+    whole = rule % ("whole", "left", "l: in.value.v, r: \"repeat('r', CAST(in.value.id AS INT))\"")
+    it = mini(
+        services, spark, tmp_path, unique, f"{text}transforms:\n{whole}{rule % ('part', 'right', 'l: in.value.v')}"
+    )
+    it.send(it.left, ("a", row(150, "l")), ("b", row(10, "l")))
+    it.send(it.right, ("a", row(150, "l" * 150)), ("b", row(10, "m" * 40)))
+    it.step()
+    assert [(item["key"], item["rule"]) for item in it.staged()] == [("a", "whole"), ("a", "part"), ("b", "whole")]
 
 
 def test_keys_of_other_fields_are_other_keys(
