@@ -27,7 +27,7 @@ from zync_assets.etl.batch import JoinsChanged, Transform, result_rows, transfor
 from zync_assets.etl.due import begun, due_records
 from zync_assets.etl.encodability import EncodingFailures
 from zync_assets.etl.failure_search import find_failures
-from zync_assets.etl.failures import Failures, quarantined, undecoded_rows
+from zync_assets.etl.failures import Failure, Failures, Place, quarantined, undecoded_rows
 from zync_assets.etl.hold import NO_HOLD
 from zync_assets.etl.ledger import compact_ledger
 from zync_assets.etl.numbering import Numbering
@@ -43,6 +43,8 @@ from zync_assets.etl.result_checks import (
     check_rows,
     output_ends,
     overdue_failures,
+    refuse_many,
+    with_groups,
     without_rows,
 )
 from zync_assets.etl.retries import carve
@@ -71,7 +73,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 ROUNDS = 20
-"""How often a batch is tried, each time without the records that the attempt before failed on."""
+"""How often a batch is tried without finding a further record that fails. Each attempt leaves out those found before."""
 
 
 def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
@@ -238,7 +240,9 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
     try:
         if known.found:
             _admit(pipeline, batch.plan, known, place)
-        for _ in range(ROUNDS):
+        rounds, failing = 0, dict[Place, Failure]()
+        while rounds < ROUNDS:
+            rounds += 1
             try:
                 return _attempt(transform, pending, known, outputs)
             except JoinsChanged as changed:
@@ -251,13 +255,16 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
             except (EncodingFailures, RowFailures) as error:
                 found = error.failures
             refuse_failures(batch.plan, found)
+            rounds = 0 if found.keys() - failing.keys() else rounds
+            failing |= found
+            refuse_many(batch.plan, failing)
             known = Failures({**known.found, **found})
             # A record that waits behind a failing record goes its way.
             pending.hold = NO_HOLD
             _admit(pipeline, batch.plan, known, place)
         raise EtlError(
-            f"{place}: after {ROUNDS} attempts, each without the records that the one before failed on, there are"
-            f" {len(known.found)} of them, and still more. Nothing was committed; correct the rule."
+            f"{place}: {ROUNDS} attempts did not end, and found no further record that fails. Nothing was committed. This is a"
+            " defect of zync_assets: please report it with the pipeline file."
         )
     except BaseException:
         pending.release()
@@ -295,6 +302,8 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
         staged = Staged(transform, uri, folder, known, pending, rows.joins, results, ends, numbering.kept, views)
         done = True
         return staged
+    except EncodingFailures as error:
+        raise EncodingFailures(with_groups(transform, pending, known, views, error.failures)) from None
     except AnalysisException:
         raise
     except (PySparkException, Py4JError) as error:

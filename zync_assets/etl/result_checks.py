@@ -7,32 +7,43 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError
 from zync_assets.etl import failures, ledger, retries, source_rows
 from zync_assets.etl.account import CHANGE
-from zync_assets.etl.batch import Transform, records_at
-from zync_assets.etl.encodability import EncodingFailures
+from zync_assets.etl.batch import Transform, records_at, result_rows
+from zync_assets.etl.encodability import EncodingFailures, odd_sql, side_format
 from zync_assets.etl.failures import Failure, Failures
 from zync_assets.etl.hold import HeldRecord, Hold, Place, decide
 from zync_assets.etl.output_files import Results
+from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlPlan
-from zync_assets.etl.rules import lookups
-from zync_assets.etl.rules.kind import MISSING, SEVERAL
+from zync_assets.etl.rules import assignment, lookups
+from zync_assets.etl.rules.group import ENDING
+from zync_assets.etl.rules.kind import LACKING, MISSING, SEVERAL, OutputColumns
+from zync_assets.etl.rules.shapes import ITEM
 from zync_assets.etl.source_rows import Fetch, RowTimes
+from zync_assets.etl.views.batch import ViewBatch
+from zync_assets.lake import staging
 from zync_assets.lake.head import OutputPosition
+from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.offsets import place_text
+from zync_assets.pipeline import Output, Rule
 from zync_assets.spark.sql import text_sql
+from zync_assets.spark.tasks import search_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+_UNSENT = "unsent"
+_TEXT = "an output of its group can't be encoded"
 Positions = Mapping[tuple[str, int], OutputPosition]
 """(output topic, partition) → position."""
 
@@ -82,13 +93,94 @@ def _encoding_failures(transform: Transform, results: Results) -> dict[failures.
     for one in results.encoding_failures:
         place = (labels.topics[one.place], one.partition, one.offset)
         found[place] = Failure(*place, str(labels.rule(one.rule)), f"output to {one.topic}: {one.text}")
+    refuse_many(transform.plan, found)
+    return found
+
+
+def refuse_many(plan: EtlPlan, found: Mapping[failures.Place, Failure]) -> None:
+    """EtlError if more records fail than a batch may have."""
     if len(found) > failures.MOST_FAILURES:
         first = found[min(found)]
         raise EtlError(
-            f"pool {transform.plan.pool}: rule {first.rule}, {first.text}. {len(found)} records or more fail in this way, the"
-            f" first at topic {first.topic}, partition {first.partition}, offset {first.offset}. Nothing was committed."
-            " Correct the rule, or the output."
+            f"pool {plan.pool}: rule {first.rule}, {first.text}. {len(found)} records or more fail in this way, the first at"
+            f" topic {first.topic}, partition {first.partition}, offset {first.offset}. Nothing was committed. Correct the"
+            " rule, or the output."
         )
+
+
+def with_groups(
+    transform: Transform,
+    pending: PendingRecords,
+    known: Failures,
+    views: ViewBatch | None,
+    unsent: Mapping[failures.Place, Failure],
+) -> dict[failures.Place, Failure]:
+    """The failures of an attempt, with the records that leave their groups because an output can't be encoded.
+
+    The record that completed the group leaves it, and the next record of the key may complete the group again. Whether the next
+    output can be encoded is not known before it is made. A search goes through the records of each key as the fold does. It
+    finds at once all records whose outputs hold what has no form, such as NaN in JSON. Of the outputs that are too large, a
+    search finds those of the attempt before. All records of a group that expired leave it together.
+
+    ``unsent``: place → the failure of each output that can't be encoded. The place is of the record that completed the output.
+    ``known``, ``views``: as for ``result_rows``.
+    """
+    takers = {rule.name: rule.part_of or rule.name for rule in transform.rules if rule.group is not None}
+    ends = {place: takers[one.rule] for place, one in unsent.items() if one.rule in takers}
+    if not ends or transform.plan.recomputed is not None:
+        return dict(unsent)
+    # Records of views' tables are in no group.
+    found_views = None if views is None else replace(views, rows=())
+    search = _Search(transform, ends, takers)
+    with search_settings(transform.spark):
+        rows = result_rows(transform, pending, known, search.columns, found_views).frame
+        wanted = rows.where(f"failed = '{_UNSENT}'").selectExpr("rule", "element_at(source, last + 1) AS at")
+        rows = wanted.limit(failures.MOST_FAILURES + 1).collect()
+    found = {place: one for place, one in unsent.items() if place not in ends}
+    for row in rows:
+        rule, at = transform.rules[row["rule"]], row["at"]
+        place = str(transform.labels.topics[int(at["place"])]), int(at["partition"]), int(at["offset"])
+        found[place] = unsent.get(place) or Failure(*place, rule.name, f"output to {rule.out}: {_TEXT}")
+    return found or dict(unsent)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """``ends``: the place of the last record of each group whose output can't be encoded → the group's rule. ``takers``: a rule
+    of groups, or of their further outputs → the rule."""
+
+    transform: Transform
+    ends: Mapping[failures.Place, str]
+    takers: Mapping[str, str]
+
+    def columns(self, rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
+        """The columns ``failed`` and ``blamed`` of a rule, as in ``failures.failing_sides``."""
+        none = "CAST(NULL AS STRING)"
+        taker = self.takers.get(rule.name)
+        places = [place for place, name in self.ends.items() if name == taker]
+        if not places:
+            return [("failed", none), ("blamed", none)]
+        topics = list(self.transform.labels.topics)
+        known = (f"({topics.index(topic)}, {partition}, {offset}L)" for topic, partition, offset in places)
+        ending = f"({ENDING}.place, {ENDING}.partition, {ENDING}.offset) IN ({', '.join(known)})"
+        odd = _odd(self.transform.pipeline.output(rule.out), rule, target)
+        failed = dict(failures.failing_sides(rule, target))["failed"]
+        # An output with an expression that fails is not made, and has no form to look at.
+        unsent = f"CASE WHEN {' OR '.join([ending, *odd])} THEN '{_UNSENT}' END"
+        return [("failed", f"coalesce({failed}, {unsent})"), ("blamed", none)]
+
+
+def _odd(item: Output, rule: Rule, target: OutputColumns) -> list[str]:
+    """Whether outputs of a rule hold what has no form, as conditions."""
+    kinds = {side[0]: side[2] for side in (target.key, target.value) if side is not None}
+    kinds[staging.HEADERS_COLUMN] = spark_type(HEADERS_TYPE)
+    found: list[str] = []
+    for name, sql in assignment.columns(rule, target):
+        if name in (LACKING, assignment.KEPT):
+            continue
+        odd = odd_sql("made", kinds[name], side_format(item, name), times=False, texts=True)
+        each = f"array({sql})" if rule.explode is None else f"transform({rule.explode}, {ITEM} -> {sql})"
+        found += [f"coalesce(exists({each}, made -> {odd}), false)"] if odd is not None else []
     return found
 
 

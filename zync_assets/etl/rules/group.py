@@ -63,16 +63,16 @@ class GroupKind(Kind):
         frames = [_wide(records, side, frame, types, emission) for side, frame in whole]
         failing = _failing(records, emission)
         made = folded(frames, ["k0"], _fold_sql(rule, types, failing), records.clock, together=emission.together)
-        own = made.selectExpr(
-            "hash",
-            "made.kind AS kind",
-            "slice(records, made.first + 1, made.size) AS records",
-            *_columns(rule, types, "made.state", "slice(records, made.first + 1, made.size)"),
-        )
+        of = "slice(records, made.first + 1, made.size)"
+        if failing is not None:
+            of = f"filter({of}, (record, at) -> NOT array_contains(made.without, made.first + at))"
+        own = made.selectExpr("hash", "made.kind AS kind", f"{of} AS records", *_columns(rule, types, "made.state", of))
         order = ord_sql(emission.ordering, rule, "element_at(records, -1).ord")
         rows = own.selectExpr("* EXCEPT (kind)", f"{kind_sql(rule)} AS kind", f"{order} AS ord")
         if failing is None:
             return [with_outputs(rows, records, emission)]
+        # The fold has looked at the groups that end with a record in question.
+        rows = rows.selectExpr("*", f"{_NO_ENDING} AS {ENDING}")
         found = f"kind LIKE '{_FAILED}%'"
         return [
             with_outputs(rows.where(f"NOT {found}"), records, emission),
@@ -235,8 +235,8 @@ def _fold_sql(rule: Rule, types: Mapping[str, DataType], failing: Failing | None
     """An array of structs: ``kind`` (out, due or pending), ``first`` and ``size`` of a part of ``records``, and ``state``: the
     aggregates of the part, null for a record that becomes pending.
 
-    ``failing``: the search for failures. A record with which an expression fails is then a part of its own, is in no group, and
-    has the kind _FAILED and what fails.
+    ``failing``: the search for failures. A record with which an expression fails is then a part of its own, and has the kind
+    _FAILED and what fails. It is in no group: ``without`` has the indexes of such records in a part.
     """
     group = rule.group
     assert group is not None
@@ -246,16 +246,20 @@ def _fold_sql(rule: Rule, types: Mapping[str, DataType], failing: Failing | None
     zeros = f"named_struct({none})"
     state = f"struct<{', '.join(f'a{at}: {kind}' for at, kind in results.items())}>"
     updated = ", ".join(f"'a{at}', CAST({_updated(item, at)} AS {results[at]})" for at, item in folded)
-    part = f"struct<kind: string, first: int, size: int, state: {state}>"
+    part = f"struct<kind: string, first: int, size: int, state: {state}{'' if failing is None else ', without: array<int>'}>"
 
     def fold(at: str, first: str, state: str, made: str, bad: str = "acc.bad") -> str:
         return f"named_struct('at', {at}, 'first', {first}, 'state', {state}, 'made', {made}, 'bad', {bad})"
 
+    def piece(kind: str, first: str, size: str, state: str, bad: str = "CAST(array() AS array<int>)") -> str:
+        without = "" if failing is None else f", 'without', {bad}"
+        return f"named_struct('kind', {kind}, 'first', {first}, 'size', {size}, 'state', {state}{without})"
+
     def ended(kind: str, end: str, state: str) -> str:
-        return f"array(named_struct('kind', {kind}, 'first', acc.first, 'size', {end} - acc.first, 'state', {state}))"
+        return f"array({piece(kind, 'acc.first', f'{end} - acc.first', state, 'acc.bad')})"
 
     def failed(at: str, kind: str) -> str:
-        return f"named_struct('kind', {kind}, 'first', {at}, 'size', 1, 'state', {zeros})"
+        return piece(kind, at, "1", zeros)
 
     complete = _over(rule, group.complete, "now", "acc.at + 1")
     out = fold("acc.at + 1", "acc.at + 1", zeros, f"concat(acc.made, {ended(text_sql('out'), 'acc.at + 1', 'now')})")
@@ -268,7 +272,8 @@ def _fold_sql(rule: Rule, types: Mapping[str, DataType], failing: Failing | None
         # The state is null where an aggregate fails.
         wrong = f"CASE WHEN {fails(f'named_struct({updated})')} THEN '{_FAILED}{AGGREGATE}:{failing.index}' END"
         now = f"array(CASE WHEN {wrong} IS NULL THEN named_struct({updated}) END)"
-        of = _over(rule, failing.outputs, "now", "acc.at + 1")
+        same = "(CASE WHEN size(acc.bad) = 0 THEN {} END)"
+        of = _over(rule, failing.outputs, "now", "acc.at + 1", same.format("record.source"))
         incomplete = f"hash IS NULL OR NOT coalesce({complete}, false)"
         wrong = (
             f"CASE WHEN now IS NULL THEN '{_FAILED}{AGGREGATE}:{failing.index}'"
@@ -285,7 +290,8 @@ def _fold_sql(rule: Rule, types: Mapping[str, DataType], failing: Failing | None
         step = f"CASE WHEN wrong IS NOT NULL THEN {bad} WHEN {incomplete} THEN {waits} ELSE {out} END"
         step = f"element_at(transform(array({wrong}), wrong -> {step}), 1)"
         if rule.expiry is not None and rule.expiry.action == "emit":
-            of = _over(rule, failing.outputs, "acc.state", "acc.at")
+            last = same.format("element_at(records, acc.at).source")
+            of = _over(rule, failing.outputs, "acc.state", "acc.at", last)
             each = f"transform({_members('acc.first', 'acc.at')}, at -> {failed('at', 'wrong')})"
             due = f"element_at(transform(array({of}), wrong -> CASE WHEN wrong IS NULL THEN {due} ELSE {each} END), 1)"
     step = f"element_at(transform({now}, now -> {step}), 1)"
@@ -295,7 +301,7 @@ def _fold_sql(rule: Rule, types: Mapping[str, DataType], failing: Failing | None
         before = f"CASE WHEN {_is_due(rule, 'record.time')} THEN {gone} ELSE acc END"
         step = f"element_at(transform(array({before}), acc -> {step}), 1)"
     rest = f"filter({_members('acc.first', 'acc.at')}, at -> NOT element_at(records, at + 1).old)"
-    single = f"named_struct('kind', 'pending', 'first', at, 'size', 1, 'state', CAST(NULL AS {state}))"
+    single = piece("'pending'", "at", "1", f"CAST(NULL AS {state})")
     left = f"transform({rest}, at -> {single})"
     if rule.expiry is not None:
         left = f"CASE WHEN {_is_due(rule, 'clock')} THEN {due} ELSE {left} END"
@@ -308,17 +314,27 @@ def _members(first: str, end: str) -> str:
     return f"filter(sequence({first}, {end}), at -> at < {end} AND NOT array_contains(acc.bad, at))"
 
 
-def _over(rule: Rule, sql: str, state: str, end: str) -> str:
+def _over(rule: Rule, sql: str, state: str, end: str, ending: str = "NULL") -> str:
     """An expression over aggregates as one over the group under way. ``state``: its aggregates; ``end``: the index after its last
-    record."""
+    record; ``ending``: in place of ENDING."""
     assert rule.group is not None
+    found = {ENDING: ending}
     for at, item in enumerate(rule.group.aggregates):
-        found = f"{state}.a{at}"
-        if item.function == "list":
-            records = f"transform({_members('acc.first', end)}, at -> element_at(records, at + 1))"
-            found = _list(item, records)
-        sql = sql.replace(name_sql(item.name), found)
-    return sql
+        records = f"transform({_members('acc.first', end)}, at -> element_at(records, at + 1))"
+        found[name_sql(item.name)] = _list(item, records) if item.function == "list" else f"{state}.a{at}"
+    used = {name: made for name, made in found.items() if name in sql}
+    if "->" not in sql:
+        for name, made in used.items():
+            sql = sql.replace(name, made)
+        return sql
+    # The expression has names of its own, and must hide none that the fold uses.
+    group = "group_"
+    while group in sql.lower():
+        group = f"{group}_"
+    for at, name in enumerate(used):
+        sql = sql.replace(name, f"{group}.f{at}")
+    fields = ", ".join(f"'f{at}', {made}" for at, made in enumerate(used.values()))
+    return f"element_at(transform(array(named_struct({fields})), {group} -> {sql}), 1)" if used else sql
 
 
 @dataclass(frozen=True)
@@ -331,6 +347,9 @@ class Failing:
 
 
 _FAILED = "failed:"
+ENDING = "`(ending)`"
+"""The source of the last record of a group, in expressions of a search. Null if a record before it left the groups of its key."""
+_NO_ENDING = "CAST(NULL AS struct<place: int, partition: int, offset: bigint>)"
 
 
 def _failing(records: RuleRecords, emission: Emission) -> Failing | None:

@@ -14,7 +14,7 @@ from zync_assets.audit.guard import exactly_once_done_coverage
 from zync_assets.checks.output_checks import run_all
 from zync_assets.cli.records import pending_rows, trace_rows
 from zync_assets.errors import EtlError
-from zync_assets.etl import positions
+from zync_assets.etl import commit, positions
 from zync_assets.etl.rules import explain_rules
 from zync_assets.etl.rules.group import aggregate_types
 from zync_assets.etl.rules.kind import Ordering, in_frame
@@ -272,3 +272,79 @@ def test_a_pending_record_of_a_rule_with_several_outputs_leaves_its_rule(
         ("pair", it.right): 2,
     }
     assert exactly_once_done_coverage(it.pipeline, "Staging").passed
+
+
+SMALL = BOTH.replace("factor: 1}", "factor: 1, config: {max.message.bytes: 2000}}")
+EXPIRES = "    expire-after: 10s\n    on-expire: emit\n"
+UNSENT = """
+transforms:
+  - name: event
+    type: group
+    records: {l: $left}
+    group-by: value.id
+    complete-when: count(*) >= 2
+    out: $out
+    key: first(l).key
+    value: {n: count(*), z: "IF(bool_or(value.v = 'nan'), double('NaN'), 1D)", all: "transform(list(l), it -> it.value.v)"}
+"""
+
+
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 40])
+def test_records_whose_groups_can_not_be_encoded_leave_wherever_batches_are_cut(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch, each: int
+) -> None:
+    """The record that completes such a group leaves it, be it for a number or for the size of the group's output."""
+    monkeypatch.setattr(commit, "ROUNDS", 2)
+    it = mini(services, spark, tmp_path, unique, SMALL + UNSENT)
+    records = [("c", row(3, "large" * 500)), *[("c", row(3, "1"))] * 3]
+    records += [("a", row(1, "nan")), ("b", row(2, "1")), ("b", row(2, "nan")), ("b", row(2, "2"))]
+    records += [("a", row(1, "3"))] * (4 if each == 1 else 36)
+    for first in range(0, len(records), each):
+        it.send(it.left, *records[first : first + each])
+        it.step()
+    assert it.values() == [{"n": 2, "z": 1.0, "all": ["1", "2"]}]
+    assert it.classes(it.left) == {"done": 2, "pending": 2, "quarantined": len(records) - 4}
+    texts = [entry["text"] for entry in it.ledger("quarantined")]
+    assert "(max.message.bytes)" in texts[0]
+    assert "NaN and infinities have no form in JSON" in texts[3]
+    assert all(text.startswith(f"output to {it.out}: ") for text in texts)
+
+
+def test_an_expired_group_that_can_not_be_encoded_leaves_as_a_whole(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    text = UNSENT.replace("count(*) >= 2", "count(*) = 90").replace("    out:", EXPIRES + "    out:")
+    it = mini(services, spark, tmp_path, unique, SMALL + text)
+    groups = [*("1", "nan", "2"), *("1", "large" * 500, "2"), *("1", "2", "3")]
+    it.send(it.left, *(("k", row(at // 3, v)) for at, v in enumerate(groups)), times=[1_700_000_000_000] * 9)
+    # The last record of this key comes after the others have expired.
+    it.send(it.left, ("k", row(0, "late")), times=[1_700_000_060_000])
+    it.step()
+    assert [value["all"] for value in it.values()] == [["1", "2", "3"]]
+    assert it.classes(it.left) == {"done": 3, "pending": 1, "quarantined": 6}
+
+
+NAMES = """
+transforms:
+  - name: event
+    type: group
+    records: {l: $left}
+    group-by: value.id
+    complete-when: "count(*) = 2 AND exists(array(1, 2), now -> now = count(*))"
+    out: $out
+    key: first(l).key
+    value:
+      n: "aggregate(list(l), 0, (acc, records) -> acc + CAST(records.value.v AS INT) * size(list(l)))"
+      group_: "transform(array(1), group_ -> group_ + max(value.id))"
+"""
+
+
+def test_names_in_an_expression_hide_none_of_the_engine(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """Nor in the search for a bad record, which the list of its group goes on without."""
+    it = mini(services, spark, tmp_path, unique, BOTH + NAMES)
+    it.send(it.left, ("a", row(1, "3")), ("a", row(1, "4")), ("b", row(2, "5")), ("b", row(2, "x")), ("b", row(2, "6")))
+    it.step()
+    assert it.values() == [{"n": 14, "group_": [2]}, {"n": 22, "group_": [3]}]
+    assert it.classes(it.left) == {"done": 4, "quarantined": 1}
