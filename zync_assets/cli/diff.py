@@ -168,7 +168,8 @@ def _link(source: str, target: str) -> None:
 def _rows(spark: SparkSession, pipeline: Pipeline, topic: str) -> DataFrame:
     """Key and row of each key of an output topic, as texts of JSON; the row of a deleted key is null.
 
-    A record sets the fields that its rule and its source record have. A later tombstone deletes the row.
+    A record sets the fields that its rule and its source record have. A later tombstone deletes the row. A record without a key
+    has no row.
     """
     from pyspark.sql import functions as F
 
@@ -177,7 +178,7 @@ def _rows(spark: SparkSession, pipeline: Pipeline, topic: str) -> DataFrame:
     state = staging.open_staging(pipeline.lake, pool) if pool is not None else None
     if state is None or not state.output_files(topic):
         return spark.sql("SELECT '' AS k, '' AS v LIMIT 0")
-    frame = frames.output_frame(spark, state, topic)
+    frame = frames.output_frame(spark, state, topic).where("key IS NOT NULL")
     schemas = {name: text for name, (of, text) in state.head.schemas.items() if of == topic}
     column = staging.value_column(topic)
     kind = state.schema.field(column).type if column in state.schema.names else pa.null()

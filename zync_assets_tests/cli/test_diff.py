@@ -98,6 +98,18 @@ def test_an_output_with_several_partitions_is_folded_in_order_and_the_registry_g
     assert sorted(Registry(it.pipeline.registry).subjects()) == subjects
 
 
+def test_records_without_a_key_are_not_compared(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    copy = "  - {name: copy, type: stateless, in: $left, out: $out, key: in.key, value: {v: in.value.v}}\n"
+    it = mini(services, spark, tmp_path, unique, f"{BOTH}transforms:\n{copy}")
+    it.send(it.left, (None, row(1, "a")), (None, row(2, "b")), ("k", row(3, "c")))
+    it.ingest()
+    path, other = it.pipeline.path, it.pipeline.path.with_name("new.yaml")
+    other.write_text(path.read_text().replace("v: in.value.v", "v: upper(in.value.v)"))
+    assert compared(path, other) == [{"topic": it.out, "key": "k", "old": {"v": "c"}, "new": {"v": "C"}}]
+
+
 @pytest.mark.slow
 def test_a_view_is_compared_too(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
     view = """
