@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zync_assets.errors import EtlError
 from zync_assets.lake import staging
@@ -38,6 +39,11 @@ _CONDITION = "condition"
 """``complete-when`` alone. Fingerprints of earlier versions have it together with the aggregates of all parts."""
 
 
+_ALIASES = "aliases"
+"""Alias → the digests of the ``where`` and the key of its records, for a group. A topic that joins or leaves ``records`` changes
+none of them. Earlier versions kept the digests of all aliases together alone."""
+
+
 def fingerprint(rule: Rule, place: int = 0) -> str:
     """The parts of a rule with a digest each, and its place among the rules of its pool, as JSON."""
     parts: dict[str, object] = {
@@ -58,7 +64,10 @@ def fingerprint(rule: Rule, place: int = 0) -> str:
         "explode": rule.explode,
     }
     found = {name: _digest(part) for name, part in parts.items() if part not in (None, [], [[]])}
-    return json.dumps({**found, _PLACE: place})
+    if rule.group is None:
+        return json.dumps({**found, _PLACE: place})
+    aliases = {side.name: [_digest(side.where), _digest(side.keys)] for side in rule.sides}
+    return json.dumps({**found, _ALIASES: aliases, _PLACE: place})
 
 
 def _digest(part: object) -> str:
@@ -134,10 +143,17 @@ def _may_share(one: Rule, other: Rule) -> bool:
 
 def _differences(before: str, rule: Rule) -> tuple[str, ...]:
     """The keys of a rule whose digests differ, as the pipeline file spells them."""
-    old: dict[str, object] = json.loads(before)
-    new: dict[str, object] = json.loads(fingerprint(rule))
-    ignored = {_PLACE, "complete-when" if _CONDITION in old and _CONDITION in new else _CONDITION}
-    names = {_CONDITION: "complete-when", "join-on": "join-on" if rule.group is None else "group-by"}
+    old: dict[str, Any] = json.loads(before)
+    new: dict[str, Any] = json.loads(fingerprint(rule))
+    ignored = {_PLACE, _ALIASES, "complete-when" if _CONDITION in old and _CONDITION in new else _CONDITION}
+    names = {_CONDITION: "complete-when"}
+    if rule.group is not None:
+        names |= {"join-on": "group-by", "topics": "records"}
+    if _ALIASES in old and _ALIASES in new:
+        pairs = [(digests, new[_ALIASES].get(alias, digests)) for alias, digests in old[_ALIASES].items()]
+        ignored |= {
+            name for at, name in enumerate(("where", "join-on")) if all(one[at] == other[at] for one, other in pairs)
+        }
     changed = [name for name in {**old, **new} if name not in ignored and old.get(name) != new.get(name)]
     return tuple(names.get(name, name) for name in changed)
 
