@@ -207,9 +207,11 @@ def result_rows(
     failures: Failures,
     columns: Columns,
     views: ViewBatch | None = None,
+    only: Collection[str] | None = None,
 ) -> ResultRows:
     """The result rows of a batch. ``failures``: the records with a known failure, which go to no rule. ``columns``: a function
-    that returns the columns of outputs. ``views``: the views of the batch, and the rows that its records look up.
+    that returns the columns of outputs. ``views``: the views of the batch, and the rows that its records look up. ``only``: the
+    rules whose results are wanted, and there may be others; None: all.
 
     Raises JoinsChanged if records are pending by hashes of another join.
     """
@@ -249,9 +251,12 @@ def result_rows(
             )
         ]
         for topic, assignment in assignments.items()
+        if only is None or any(topic in rules[index].topics and rules[index].name in only for index in targets)
     }
+    passed = frozenset(parts)
     for topic, found in _released(transform, pending.hold, failures, targets, columns):
         parts.setdefault(topic, []).append(found)
+    others = [index for index in others if only is None or rules[index].name in only]
     each = [_rule_records(transform, index, assignments) for index in others]
     changed = {records.rule.name for records in each if _is_changed(plan, records)}
     # Records that waited behind others when their output was held.
@@ -267,7 +272,7 @@ def result_rows(
         waiting = _pending_frames(transform, records, pending, failures)
         parts.setdefault(records.rule.topics[0], []).extend(kind_of(records.rule).results(records, waiting, emission))
     joins = {records.rule.name: records.join for records in each if records.join is not None}
-    made = [_result_frame(transform, item, parts, each, views, assignments) for item in transform.components]
+    made = [_result_frame(transform, item, parts, each, views, passed) for item in transform.components]
     empty = ResultFrame(no_rows(transform), frozenset())
     return ResultRows([item for item in made if item is not None] or [empty], joins)
 
@@ -280,8 +285,8 @@ def _result_frame(
     views: ViewBatch | None,
     topics: Collection[str],
 ) -> ResultFrame | None:
-    """The result rows of a component. ``parts``: input topic → result rows of its records; ``topics``: those with new records.
-    None if there are none."""
+    """The result rows of a component. ``parts``: input topic → result rows of its records; ``topics``: those with a pass
+    over their new records. None if there are none."""
     pipeline, held = transform.pipeline, bool(transform.held)
     rules = [rule for rule in transform.rules if rule.out in component.outputs]
     own = [frame for topic, frames in parts.items() if topic in component.inputs for frame in frames]

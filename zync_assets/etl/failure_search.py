@@ -10,7 +10,7 @@ A record that overflows Java's stack fails the search too. ``OverflowSearch`` fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -213,6 +213,10 @@ class _Search:
         """Place → the rule, and the failing part of the rule."""
         self.overflowing: set[Place] = set()
         """The places of the records that overflow Java's stack."""
+        self.only: frozenset[str] | None = None
+        """The rules that may have further outputs that fail; None: all. Without a failing record, a rule may pair others."""
+        self.unshared: frozenset[str] | None = None
+        """The rules that have outputs since the last look at partitions; None: all."""
         self.overflow = OverflowSearch(transform, self._rows)
 
     def run(self) -> dict[Place, Failure]:
@@ -244,18 +248,23 @@ class _Search:
 
     def _outputs(self) -> bool:
         """Look for outputs that can't be made; whether there are some."""
-        before = len(self.found)
-        self._without(self.overflow.outputs(), self._failing_outputs)
-        if len(self.found) == before:
+        before = {*self.found}
+        if self.only is None or self.only:
+            self._without(self.overflow.outputs(), self._failing_outputs)
+        if len(self.found) == len(before):
             # Keys and values are sound.
             self._failing_partitions()
+            self.unshared = frozenset()
         self._check()
-        return len(self.found) > before
+        changed = [rule for place, (rule, _) in self.found.items() if place not in before]
+        self.only = frozenset(rule.part_of or rule.name for rule in changed if not kind_of(rule).single)
+        self.unshared = None if self.unshared is None else self.unshared | self.only
+        return bool(changed)
 
     def _failing_partitions(self) -> None:
-        if not any(item.by for item in self.partitions.values()):
+        if self.unshared == frozenset() or not any(item.by for item in self.partitions.values()):
             return
-        frame = self._rows(assignment.columns)
+        frame = self._result_rows(assignment.columns, self._failures(), self.unshared)
         for rows in failing_partitions(frame, self.partitions, self.transform.labels):
             for row in rows.select("rule", "last", "source").limit(failures.MOST_FAILURES + 1).collect():
                 of = row["source"][row["last"]]
@@ -292,9 +301,17 @@ class _Search:
                 raise EtlError(f"{self._summary()} {TEXT} Nothing was committed. Correct the rule.") from error
             look()
 
-    def _rows(self, columns: Columns, without: Place | None = None) -> DataFrame:
-        """The result rows without the records that are known to fail, but with the record ``without``."""
-        return result_rows(self.transform, self.pending, self._failures(without), columns, self.views).frame
+    def _rows(self, columns: Columns) -> DataFrame:
+        """The result rows of rules that may have further failures, without the records that are known to fail."""
+        return self._result_rows(columns, self._failures(), self.only)
+
+    def _rows_with(self, columns: Columns, place: Place, rule: Rule) -> DataFrame:
+        """The result rows of a record that fails in a rule."""
+        rows = self._result_rows(columns, self._failures(place), [rule.part_of or rule.name])
+        return rows.where(self._is_of(place))
+
+    def _result_rows(self, columns: Columns, known: Failures, only: Collection[str] | None) -> DataFrame:
+        return result_rows(self.transform, self.pending, known, columns, self.views, only).frame
 
     def _failures(self, without: Place | None = None) -> Failures:
         places = {place: Failure(*place, rule.name, "") for place, (rule, _) in self.found.items() if place != without}
@@ -345,8 +362,10 @@ class _Search:
         first = failures.first_failing(expressions)
         try:
             with search_settings(self.transform.spark):
-                rows = self._rows(lambda of, _: [("at", first if of is rule else "CAST(NULL AS INT)")], place)
-                found = rows.where(self._is_of(place)).where("at IS NOT NULL").select("at").limit(1).collect()
+                rows = self._rows_with(
+                    lambda of, _: [("at", first if of is rule else "CAST(NULL AS INT)")], place, rule
+                )
+                found = rows.where("at IS NOT NULL").select("at").limit(1).collect()
         except (PySparkException, Py4JError):
             return side, ""
         return expressions[found[0]["at"]] if found else (side, "")
@@ -372,7 +391,7 @@ class _Search:
                 sql = f"CASE {cases} END" if side == "where" else ", ".join(keys)
                 frame.selectExpr("*", *failures.names_sql([rule], topic)).selectExpr(f"xxhash64({sql})").collect()
             else:
-                rows = self._rows(assignment.columns, place).where(self._is_of(place))
+                rows = self._rows_with(assignment.columns, place, rule)
                 if side == _PARTITION:
                     mine = rows.where(f"rule = {self.rules.index(rule)}")
                     rows = partition_numbers(mine, self.partitions[rule.out])

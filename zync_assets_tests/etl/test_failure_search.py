@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner
@@ -19,7 +19,7 @@ from zync_assets.lake import staging
 from zync_assets.lake.quarantine_table import EVERYTHING, quarantined_records
 from zync_assets.local.services import Services
 from zync_assets.runner import drop_all, replay_all
-from zync_assets_tests.mini import BOTH, Mini, mini, row
+from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 from zync_assets_tests.test_exactly_once import breaking
 
 if TYPE_CHECKING:
@@ -67,6 +67,27 @@ transforms:
   - {name: copy, type: stateless, in: $left, out: $out, key: in.key, value: {id: in.value.id, n: CAST(in.value.v AS INT)}}
 """
 )
+
+
+def test_a_search_runs_again_only_the_rules_that_may_fail_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of many rules would take minutes for its failing records."""
+    real, asked = failure_search.result_rows, list[set[str] | None]()
+
+    def noted(*about: Any) -> Any:
+        asked.append(None if about[5] is None else {*about[5]})
+        return real(*about)
+
+    monkeypatch.setattr(failure_search, "result_rows", noted)
+    join = JOIN.replace("l: left.value.v", "l: CAST(left.value.v AS INT)")
+    join = join.replace("join-on:", "where: value.op = 'c'\n    join-on:")
+    copy = "  - {name: copy, type: stateless, in: $left, out: $out, key: in.key, value: {l: CAST(in.value.v AS INT)}}\n"
+    it = make(BOTH + join + copy)
+    it.send(it.left, row(1, "1"), row(2, "bad"), row(3, "bad", "u"), row(4, "4", "u"))
+    it.send(it.right, row(1), row(2))
+    it.step()
+    assert failing(it).keys() == {(it.left, 1), (it.left, 2)}
+    assert asked[:2] == [None, {"join"}]
+    assert asked.count(None) == 1
 
 
 @pytest.mark.slow
