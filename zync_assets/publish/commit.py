@@ -8,7 +8,7 @@ Kafka must then give each delivered record the offset from staging.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -52,7 +52,7 @@ from zync_assets.publish.encoding import (
     staged_topic,
 )
 from zync_assets.publish.plan import OutputBatch, PublishPlan, foreign_record, missing_topic
-from zync_assets.spark.tasks import run_tasks
+from zync_assets.spark.tasks import run_tasks, slots
 
 T = TypeVar("T")
 
@@ -63,10 +63,10 @@ WINDOW_BYTES = 64 << 20
 so that no record exceeds the topic's limit. A task holds two windows in memory: it encodes the next one while it sends one."""
 
 TASK_RECORDS = 8 * WINDOW_RECORDS
-"""The records that one Spark task sends, window by window."""
+"""The records that one Spark job sends, window by window."""
 
 WRITERS = 16
-"""The most partitions that a task writes to. Each partition has open files, and its encoded records wait in memory."""
+"""The most partitions that a job writes to. Each partition has open files, and its encoded records wait in memory."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class PublishCommit:
 
     @property
     def records(self) -> int:
-        return sum(part.end - part.first for part in self.ranges)
+        return _records(self.ranges)
 
 
 PublishStates = Mapping[int, PublishState]
@@ -115,12 +115,20 @@ class OutputTopic:
         return {partition: publish_state(opened, self.topic, partition) for partition in self.partitions}
 
     def commit(
-        self, before: PublishStates, marks: Mapping[int, tuple[int, int]], schemas: Iterable[WrittenSchema] = ()
+        self, before: PublishStates, marks: Mapping[int, tuple[int, int]], schemas: Collection[WrittenSchema] = ()
     ) -> PublishStates:
         """Set the ends of the announced windows and the verified offsets of some partitions. CommitConflict if another
-        publisher came first."""
+        publisher of the partitions came first."""
         states = [before[partition] for partition in self.partitions]
-        return commit_publish_states(self.lake, self.pool, states, marks, self.topic_id, schemas=schemas)
+        try:
+            return commit_publish_states(self.lake, self.pool, states, marks, self.topic_id, schemas=schemas)
+        except CommitConflict:
+            # The task of other partitions may have announced the same schemas.
+            now = self.publish_states()
+            unknown = [schema for schema in schemas if not now[self.partitions[0]].has_schema(schema)]
+            if _announcements(now) != _announcements(before) or len(unknown) == len(schemas):
+                raise
+            return self.commit(now, marks, unknown)
 
 
 def publish(
@@ -177,15 +185,19 @@ def publish(
     if unverified or not plan.clean or new:
         publish_states = target.commit(publish_states, {partition: (high, high) for partition, high in highs.items()})
         crash_point("publish:verified")
-    # 5. Send the rest window by window, several windows a Spark task. A task announces windows, then sends them.
+    # 5. Send the rest window by window. A Spark task has several windows of some partitions: it announces them, then sends them.
+    #    Spark runs tasks of other partitions at the same time.
     rest = [OffsetRange(part.partition, highs[part.partition], part.end) for part in plan.parts]
-    total, sent = sum(part.end - part.first for part in rest), 0
+    total, sent = _records(rest), 0
     for parts in task_parts(rest, TASK_RECORDS):
-        before = _announcements(publish_states)
-        announcements = run_tasks(batch.spark, 1, partial(_send, target, parts, before))[0]
+        records = _records(parts)
+        shares = shared(parts, min(-(-records // WINDOW_RECORDS), slots(batch.spark)))
+        announcements = _announcements(publish_states)
+        for announced in run_tasks(batch.spark, len(shares), partial(_send, target, shares, announcements)):
+            announcements |= announced
         publish_states = target.publish_states()
         _check_rival(target.topic, publish_states, announcements)
-        sent += sum(part.end - part.first for part in parts)
+        sent += records
         if progress is not None:
             progress(sent, total)
     # 6. Kafka gave every record its offset: commit that nothing is left to verify.
@@ -202,7 +214,7 @@ def publish(
 
 
 def task_parts(ranges: Iterable[OffsetRange], records: int) -> Iterator[list[OffsetRange]]:
-    """The ranges in lists for one task each: WRITERS partitions and about ``records`` records at the most, in equal shares."""
+    """The ranges in lists for a Spark job each: WRITERS partitions and about ``records`` records at the most, in equal shares."""
     todo = [part for part in ranges if not part.empty]
     while todo:
         parts, later = todo[:WRITERS], todo[WRITERS:]
@@ -210,6 +222,18 @@ def task_parts(ranges: Iterable[OffsetRange], records: int) -> Iterator[list[Off
         yield [replace(part, end=min(part.end, part.first + share)) for part in parts]
         more = [replace(part, first=part.first + share) for part in parts if part.first + share < part.end]
         todo = more + later
+
+
+def shared(parts: Sequence[OffsetRange], count: int) -> list[list[OffsetRange]]:
+    """The ranges of ``parts`` in ``count`` lists at the most, which have about as many records each."""
+    shares: list[list[OffsetRange]] = [[] for _ in range(min(max(1, count), len(parts)))]
+    for part in sorted(parts, key=lambda part: part.first - part.end):
+        min(shares, key=_records).append(part)
+    return shares
+
+
+def _records(parts: Iterable[OffsetRange]) -> int:
+    return sum(part.end - part.first for part in parts)
 
 
 def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
@@ -317,15 +341,26 @@ def _announcements(states: PublishStates) -> dict[int, Announcement]:
     return {partition: (item.window, item.verified_end) for partition, item in states.items()}
 
 
-def _send(target: OutputTopic, parts: Sequence[OffsetRange], before: Announcements, _: int) -> Announcements:
-    """The Spark task of step 5: send the staged records of ``parts``; returns the last announcements of all partitions.
+def _send(
+    target: OutputTopic, shares: Sequence[Sequence[OffsetRange]], before: Announcements, index: int
+) -> Announcements:
+    """A Spark task of step 5: send the staged records of a share; returns the last announcements of its partitions. All tasks
+    together hold the records and bytes of two windows.
 
     ``before``: the announcements before the task. Up to two windows of a partition may be announced and unverified, because
     the task encodes windows while it sends the windows before. If the task announces nothing for longer than ``settle``,
     another publisher may start and announce a window. The records of that window are not foreign.
     """
     _refuse_second_attempt(target.topic)
-    announcements, publish_states = dict(before), target.publish_states()
+    parts = shares[index]
+    target = replace(
+        target,
+        partitions=tuple(part.partition for part in parts),
+        window_records=target.window_records // len(shares),
+        window_bytes=target.window_bytes // len(shares),
+    )
+    announcements = {partition: before[partition] for partition in target.partitions}
+    publish_states = target.publish_states()
     schemas: set[WrittenSchema] = set()
     old_schemas = set[WrittenSchema]()
     with (
