@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -87,7 +87,7 @@ def trace(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) 
 def pending_rows(pipeline: Pipeline, pool: str) -> Iterator[Row]:
     """The records of a staging pool that wait, by topic, partition and offset."""
     waiting = _waiting(pipeline, pool)
-    joins = pipeline.joins_of(pool)
+    joins, names = pipeline.joins_of(pool), {rule.name for rule in pipeline.rules_of(pool)}
     before: Counter[tuple[str, str, int]] = Counter()
     fronts = _fronts(pipeline, pool, waiting)
     now = time.time()
@@ -104,7 +104,7 @@ def pending_rows(pipeline: Pipeline, pool: str) -> Iterator[Row]:
                 "join_key": _join_key(rule, topic, row) if rule and row else None,
                 "time": when,
                 "age_seconds": None if when is None else round(max(0.0, now - when.timestamp())),
-                "why": _why(item, rule, before, fronts.get((topic, partition, item["offset"]))),
+                "why": _why(item, rule, before, fronts.get((topic, partition, item["offset"])), names),
             }
 
 
@@ -239,8 +239,16 @@ def _role(pipeline: Pipeline, name: str, topic: str) -> str:
 def _fronts(pipeline: Pipeline, pool: str, waiting: Sequence[Item]) -> dict[tuple[str, int, int], Item]:
     """Place of a pending record without a join key → the pending record of its source row that it waits behind."""
     rules = {rule.name: rule for rule in pipeline.rules_of(pool)}
-    known = [(rules[item["rule"]], item) for item in waiting if item["rule"] in rules and item["row"] is not None]
-    rows = [((rule.out, item["row"]), item, bool(rule.sides[0].keys)) for rule, item in known]
+    rows: list[tuple[tuple[str, int], Item, bool]] = []
+    for item in waiting:
+        if item["row"] is None:
+            continue
+        if (rule := rules.get(item["rule"])) is not None:
+            rows.append(((rule.out, item["row"]), item, bool(rule.sides[0].keys)))
+            continue
+        # A record of a rule that the file lacks holds its row in each output that may be its own.
+        outs = {rule.out for rule in rules.values() if rule.held and item["topic"] in rule.topics}
+        rows += [((out, item["row"]), item, True) for out in outs]
     first: dict[tuple[str, int], Item] = {}
     for row, item, joins in rows:
         if joins:
@@ -248,16 +256,26 @@ def _fronts(pipeline: Pipeline, pool: str, waiting: Sequence[Item]) -> dict[tupl
     return {
         (item["topic"], item["partition"], item["offset"]): first[row]
         for row, item, joins in rows
-        if not joins and row in first
+        if not joins and row in first and _may_precede(first[row], item)
     }
 
 
-def _why(item: Item, rule: Rule | None, before: Counter[tuple[str, str, int]], front: Item | None) -> str:
+def _may_precede(one: Item, other: Item) -> bool:
+    """Whether a record may come before another of its source row. The offsets of two partitions do not tell."""
+    return one["partition"] != other["partition"] or one["offset"] < other["offset"]
+
+
+def _why(
+    item: Item, rule: Rule | None, before: Counter[tuple[str, str, int]], front: Item | None, names: Collection[str]
+) -> str:
+    """Why a record waits. ``names``: of the pool's rules."""
     if front is not None:
         place = f"partition {front['partition']}, offset {front['offset']}"
         return f"waits behind {place} of its source row, which is pending for {front['rule']}"
     if rule is not None and rule.lookups and not any(side.keys for side in rule.sides):
         return lookups.waiting_reason(rule, item["text"], null=item["hash"] is None)
+    if rule is None and item["rule"] in names:
+        return f"the next batch gives it to rule {item['rule']}"
     if rule is None:
         return f"the pipeline file has no {joining_kinds()} rule {item['rule']} of this topic and pool any more"
     if item["hash"] is None:

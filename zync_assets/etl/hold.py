@@ -14,8 +14,8 @@ run has written the numbers to files. A record that waits leaves the sequence or
 outputs get other numbers. The rows could be known before the sort only from the pairs. Every batch would then compute its
 pairs twice, for the few batches in which a record waits.
 
-A delete that no rule takes ends its row too, and keeps its own class. A delete emits its tombstone all the same if one of the
-pending records is a change of the row: an earlier record of the row may have made an output.
+A delete that no rule takes, or a rule of another output, ends its row too, and keeps its own class. A delete emits its tombstone
+all the same if one of the pending records is a change of the row: an earlier record of the row may have made an output.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ At = tuple[Order, int]
 
 @dataclass(frozen=True)
 class HeldRecord:
-    """A record that a rule of a held output took, or a delete that no rule took (``rule`` None).
+    """A record that a rule of a held output took, or a delete that no rule of the output took (``rule`` None).
 
     ``row``: the output and the hash of the source row, None without a key.
 
     ``before``: the record lies below *seen*. ``order``: None for a pending record that the batch did not read. ``joins``: the
     record needs a counterpart. ``hash`` and ``exact``: of its join key, None for a null key; ``exact`` is also None for a
     record that the batch did not read. ``other``: the place of the record that Spark paired it with. ``ends``: its output is
-    a tombstone, or it is a delete that no rule took. ``changes``: the record changes its row, and does not create the row.
+    a tombstone, or it is a delete without such a rule. ``changes``: the record changes its row, and does not create the row.
     ``sequence``: the place of a record below *seen* among those of its row, where these are not in one partition.
     """
 

@@ -126,7 +126,8 @@ class Numbering:
 
     def _row(self, topics: Sequence[TopicOutputs]) -> list[str]:
         """The columns about source rows."""
-        return ["row", "other_row", "changes", f"{_ends_sql(topics, self.transform.labels)} AS ends"]
+        ends = _ends_sql(topics, self.transform.labels)
+        return ["row", "other_row", "changes", "coalesce(deletes, false) AS deletes", f"{ends} AS ends"]
 
 
 def _ends_sql(topics: Sequence[TopicOutputs], labels: Labels) -> str:

@@ -277,7 +277,7 @@ def plan_etl(
             topic: tuple(replace(part, end=min(part.end, end)) for part, end in parts if end > part.first)
             for topic, parts in ends.items()
         }
-    retry = replace(retry, waiting=(*retry.waiting, *renamed_rules(pipeline, pool, head.waiting)))
+    retry = replace(retry, waiting=(*retry.waiting, *renamed_rules(pipeline, pool, head)))
     reopening = reopen(pipeline, pool, state, states, retry)
     waits = waits_of(pipeline, pool, state)
     views = new_views(pipeline.rules_of(pool), state)

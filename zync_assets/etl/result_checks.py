@@ -285,15 +285,22 @@ def check_rows(
     rules: dict[Place, str] = {}
     seen = {place: position.seen for place, position in plan.head.inputs.items()}
     each = list(source_rows.held_records(records, transform.held, labels, seen))
+    names = {rule.name for rule in transform.rules}
     for entry in entries.to_pylist():
         place: Place = entry["topic"], entry["partition"], entry["first"]
-        rule = held.get(entry["rule"])
-        if rule is None or retries.is_in(again, place, "pending"):
+        name, rule, changes = entry["rule"], held.get(entry["rule"]), entry["text"] == CHANGE
+        if (rule is None and name in names) or retries.is_in(again, place, "pending"):
             continue
-        rules[place] = rule.name
-        if place not in gone:
-            row, joins, changes = (rule.out, entry["row"]), bool(rule.sides[0].keys), entry["text"] == CHANGE
-            each.append(HeldRecord(place, rule.name, row, True, None, joins, entry["hash"], changes=changes))
+        rules[place] = name
+        if place in gone:
+            continue
+        if rule is not None:
+            row, joins = (rule.out, entry["row"]), bool(rule.sides[0].keys)
+            each.append(HeldRecord(place, name, row, True, None, joins, entry["hash"], changes=changes))
+            continue
+        # The pipeline file lacks the rule. The record holds its row until the rule is back, in each output that may be its own.
+        for out in {rule.out for rule in held.values() if place[0] in rule.topics}:
+            each.append(HeldRecord(place, name, (out, entry["row"]), True, None, True, changes=changes))
     decision = decide(_with_sequences(transform, each))
     decision = replace(decision, waiting=decision.waiting | waiting)
     if not hold.covers(decision):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,8 +202,10 @@ def refuse_moves(pipeline: Pipeline, pool: str, head: Head) -> None:
                 )
 
 
-def renamed_rules(pipeline: Pipeline, pool: str, waiting: Mapping[tuple[str, str], int]) -> tuple[str, ...]:
-    """The former names of rules for which records still wait. ``waiting``: (rule, input topic) → records."""
-    names = {rule for (rule, _), count in waiting.items() if count}
-    former = dict.fromkeys(rule.was for rule in pipeline.rules_of(pool))
-    return tuple(name for name in former if name in names)
+def renamed_rules(pipeline: Pipeline, pool: str, head: Head) -> tuple[str, ...]:
+    """The names of rules for which records still wait: former names of present rules, and rules that the last commit lacked."""
+    names = {rule for (rule, _), count in head.waiting.items() if count}
+    rules = pipeline.rules_of(pool)
+    # Commits of early versions have no rules.
+    back = [rule.name for rule in rules if head.rules and rule.name not in head.rules]
+    return tuple(name for name in dict.fromkeys([*(rule.was for rule in rules), *back]) if name in names)

@@ -64,7 +64,7 @@ def changes_sql(value: DataType) -> str:
 
 
 def deletes_sql(value: DataType) -> str:
-    """Whether a record that no rule takes deletes its row: a tombstone, or a delete of Debezium."""
+    """Whether a record deletes its row: a tombstone, or a delete of Debezium."""
     return "(value IS NULL OR coalesce(value.op = 'd', false))" if _has_text(value, "op") else "value IS NULL"
 
 
@@ -168,9 +168,9 @@ class HeldRules:
         the sources of the rows. No records if the rows lack their columns."""
         if not self:
             return joined([]), None
-        ends = rows["ends"].to_numpy(zero_copy_only=False)[found.row]
+        deletes = rows["deletes"].to_numpy(zero_copy_only=False)[found.row]
+        deletes &= found.source_row.is_valid().to_numpy(zero_copy_only=False)
         numbers = (rows["bucket"].to_numpy().astype(np.int64) << _BUCKET) + before + np.arange(len(rows))
-        deletes = (found.rule < 0) & ends
         records = self.records(found, rows, numbers, deletes) if "ords" in rows.schema.names else None
         return self.times(found, rows, numbers, deletes), records
 
@@ -234,6 +234,7 @@ class HeldRules:
             },
             "row": found.source_row.take(each),
             "changes": pa.array(found.changes[wanted]),
+            "deletes": pa.array(deletes[wanted]),
             "old": pa.array(found.old[wanted]),
             **_order(rows["ords"].flatten().take(each)),
             "hash": rows["joined"].take(result),
@@ -246,7 +247,7 @@ NO_HELD_RULES = HeldRules()
 _NAMES = ("result", "place", "partition", "offset", "kind", "rule", "row", "hash", "exact")
 NO_RECORDS = pa.table(
     {name: pa.array([], pa.int64()) for name in _NAMES}
-    | {name: pa.array([], pa.bool_()) for name in ("changes", "old", "ends")}
+    | {name: pa.array([], pa.bool_()) for name in ("changes", "deletes", "old", "ends")}
 )
 """``HeldRules.records`` of no results."""
 _ORDER = "order_"
@@ -289,7 +290,8 @@ def records_in_question(fetch: Fetch, rows: Rows) -> tuple[pa.Table, Rows, Rows]
     while True:
         records = fetch(rows, hashes)
         # A row that ends frees the counterparts of its pending records. They pair with others, and complete them.
-        ending = pc.is_in(records["row"], pc.unique(pc.drop_null(records.filter(records["ends"])["row"])))
+        ends = pc.or_(records["ends"], records["deletes"])
+        ending = pc.is_in(records["row"], pc.unique(pc.drop_null(records.filter(ends)["row"])))
         freed = np.union1d(hashes, pc.drop_null(records.filter(ending)["hash"]).to_numpy())
         more = np.union1d(rows, pc.drop_null(records["row"]).to_numpy())
         if len(more) == len(rows) and len(freed) == len(hashes):
@@ -315,7 +317,7 @@ def plainly_waiting(
     plain = np.where(
         joins,
         (kind == PENDING) & ~own,
-        np.isin(rule, list(rules.single)) & (kind == OUT) & ~records["ends"].to_numpy(),
+        np.isin(rule, list(rules.single)) & (kind == OUT) & ~pc.or_(records["ends"], records["deletes"]).to_numpy(),
     )
     plain &= records["row"].is_valid().to_numpy()
     old_rule = pc.index_in(entries["rule"], pa.array(labels.rules)).fill_null(-1).to_numpy()
@@ -359,14 +361,17 @@ def held_records(
     for item in each:
         place, rule = item["at"], int(item["rule"])
         joins, order = rule in rules.joining, tuple(item[name] for name in names)
-        if rule < 0:
-            for out in outs:
+        own = labels.outs[rule] if joins or rule in rules.single else None
+        # A delete ends its row in every held output, whichever rule takes the delete.
+        for out in outs if item["deletes"] else ():
+            if out != own:
                 yield HeldRecord(place, None, (out, item["row"]), False, order, False, ends=True)
+        if own is None:
             continue
         yield HeldRecord(
             place=place,
             rule=labels.rules[rule],
-            row=None if item["row"] is None else (labels.outs[rule], item["row"]),
+            row=None if item["row"] is None else (own, item["row"]),
             before=place[2] < seen.get(place[:2], 0),
             order=order,
             joins=joins,

@@ -320,3 +320,70 @@ def test_records_that_an_older_version_left_pending_hold_their_rows_from_the_fir
     ]
     assert again.classes(it.left) == {"done": 10}
     assert exactly_once_done_coverage(again.pipeline, "Staging").passed
+
+
+def step(it: Mini, *changes: tuple[str, str, int, int], offsets: dict[str, int]) -> None:
+    """A batch of changes (side, op, id, time)."""
+    sent(it, changes, offsets)
+    it.step()
+
+
+def rows(it: Mini) -> dict[str, dict[str, Any]]:
+    """The rows of a target: key → its fields, as the outputs set and delete them."""
+    found: dict[str, dict[str, Any]] = {}
+    for output in it.staged():
+        key = output["key"].replace("s", "k")
+        if output["value"] is None:
+            found.pop(key, None)
+        else:
+            found[key] = found.get(key, {}) | {name: it for name, it in output["value"].items() if it is not None}
+    return found
+
+
+@pytest.mark.parametrize("repair", ["name: create", "name: create2, was: create"], ids=["restored", "renamed"])
+def test_a_record_of_a_rule_that_the_file_lacks_holds_its_row_until_the_rule_is_back(make: Make, repair: str) -> None:
+    it, offsets = make("renamed"), defaultdict[str, int](int)
+    step(it, ("left", "c", 1, 1), ("left", "c", 2, 2), ("left", "c", 3, 3), offsets=offsets)
+    it = it.changed("name: create,", "name: create2,")
+    step(it, ("left", "u", 1, 4), ("left", "d", 2, 5), ("left", "d", 3, 6), offsets=offsets)
+    # The deletes end their rows. The update waits.
+    assert it.staged() == []
+    assert [row["why"] for row in pending_rows(it.pipeline, "Staging") if row["offset"] == 3] == [
+        "waits behind partition 0, offset 0 of its source row, which is pending for create"
+    ]
+    it = it.changed("name: create2,", f"{repair},")
+    step(it, ("left", "c", 3, 7), offsets=offsets)
+    step(it, ("right", "c", 1, 8), ("right", "c", 2, 9), ("right", "c", 3, 10), offsets=offsets)
+    assert rows(it) == {"k1": {"id": 1, "l": "u3", "r": "c0"}, "k3": {"id": 3, "l": "c6", "r": "c2"}}
+    # The counterpart of the row that was deleted waits.
+    assert it.classes(it.left) == {"done": 7}
+    assert it.classes(it.right) == {"done": 2, "pending": 1}
+
+
+def test_a_change_that_waits_goes_on_once_its_rule_is_back(make: Make) -> None:
+    it, offsets = make("back"), defaultdict[str, int](int)
+    step(it, ("left", "c", 1, 1), ("left", "u", 1, 2), offsets=offsets)
+    it = it.changed("name: left-update,", "name: other,")
+    step(it, ("right", "c", 1, 3), offsets=offsets)
+    assert rows(it) == {"k1": {"id": 1, "l": "c0", "r": "c0"}}
+    it = it.changed("name: other,", "name: left-update,")
+    [row] = pending_rows(it.pipeline, "Staging")
+    assert row["why"] == "the next batch gives it to rule left-update"
+    assert it.etl() is not None
+    assert rows(it) == {"k1": {"id": 1, "l": "u1", "r": "c0"}}
+    assert it.etl() is None
+
+
+def test_a_delete_that_a_rule_of_another_output_takes_ends_the_row(make: Make) -> None:
+    """No tombstone follows: Debezium's ``tombstones.on.delete`` is false."""
+    text = BOTH.replace("outputs:\n", "outputs:\n  - {topic: $out.gone, pool: Staging, format: json, create: {}}\n")
+    rules = RULES.partition("  - {name: left-delete")[0]
+    rules += "  - {name: gone, type: stateless, where: value.op = 'd', in: $left, out: $out.gone, key: in.key,"
+    rules += " value: {id: in.value.id}}\n"
+    it, offsets = make("gone", text + rules), defaultdict[str, int](int)
+    step(it, ("left", "c", 1, 1), ("left", "u", 1, 2), ("left", "d", 1, 3), ("left", "c", 1, 4), offsets=offsets)
+    step(it, ("left", "c", 2, 5), offsets=offsets)
+    step(it, ("left", "d", 2, 6), ("left", "c", 2, 7), ("right", "c", 1, 8), ("right", "c", 2, 9), offsets=offsets)
+    assert rows(it) == {"k1": {"id": 1, "l": "c3", "r": "c0"}, "k2": {"id": 2, "l": "c6", "r": "c1"}}
+    assert len(it.staged(f"{it.out}.gone")) == 2
+    assert it.classes(it.left) == {"done": 7}

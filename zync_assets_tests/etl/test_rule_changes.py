@@ -154,8 +154,16 @@ def test_a_rule_change_may_stop_etl(tmp_path: Path) -> None:
 
 def test_records_that_wait_under_a_former_name_are_looked_at_again(tmp_path: Path) -> None:
     pipeline = read(tmp_path, JOIN.replace("name: join", "name: pair, was: join"), COPY)
-    assert renamed_rules(pipeline, "Staging", {("join", "A"): 2, ("other", "A"): 1}) == ("join",)
-    assert renamed_rules(pipeline, "Staging", {("join", "A"): 0, ("pair", "A"): 1}) == ()
+    known = fingerprints(pipeline.rules_of("Staging"))
+
+    def retried(*counts: tuple[str, int], rules: dict[str, str] = known) -> tuple[str, ...]:
+        return renamed_rules(pipeline, "Staging", Head(waiting={(rule, "A"): n for rule, n in counts}, rules=rules))
+
+    assert retried(("join", 2), ("other", 1)) == ("join",)
+    assert retried(("join", 0), ("pair", 1)) == ()
+    # A rule that the last commit lacked is back. Early versions kept no rules.
+    assert retried(("pair", 1), rules={"copy": known["copy"]}) == ("pair",)
+    assert retried(("pair", 1), rules={}) == ()
 
 
 def test_a_former_name_is_of_no_rule_of_the_file_and_of_no_view(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def results(*rows: tuple[str, int | None, list[tuple[int, int, int | None]], boo
         "ords": pa.array(
             [[{"high": offset, "place": at} for at, offset, _ in sources] for _, _, sources, _ in rows], pa.list_(ORDER)
         ),
+        "deletes": pa.array([ends for *_, ends in rows]),
         "ends": pa.array([ends for *_, ends in rows]),
         "bucket": pa.array([0] * len(rows), pa.int32()),
     }

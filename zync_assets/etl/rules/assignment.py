@@ -137,7 +137,7 @@ def singles(
         fates = f"CASE WHEN {fates} = 'out' AND fate = 'waiting' THEN 'pending' ELSE {fates} END"
         # A pending record of an earlier batch may have a later time than both sides of a pair that came late.
         order, follows = f"greatest(at, {order})", "follows"
-    deletes = assignment.choice({}, "false", assignment.deletes)
+    deletes = assignment.choice(dict.fromkeys(targets, assignment.deletes), "false", assignment.deletes)
     rows += (f"{follows} AS follows", f"{deletes} AS deletes")
     known = assignment.choice({index: str(index) for index in (*targets, *untyped)})
     sides: dict[str, dict[int, str]] = {}

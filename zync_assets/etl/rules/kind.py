@@ -24,7 +24,7 @@ row an output, and one row a new record that makes none, with the columns
     joined   where an output is held: hash of the join key, of a complete pair too
     exact    where an output is held: hash of the join key with its own types
     follows  where an output is held: the number of an output among those that follow the output of ``ord``, or null
-    deletes  where an output is held: whether a record without a rule deletes its source row
+    deletes  where an output is held: whether a record without a counterpart deletes its source row
     key:<topic>, value:<topic>, and headers where a rule gives its records some
 
 ``Kind`` is the interface between the engine and a kind of rule. The engine assigns every record to a rule, finds the pending
