@@ -246,7 +246,7 @@ def _fronts(pipeline: Pipeline, pool: str, waiting: Sequence[Item]) -> dict[tupl
         if (rule := rules.get(item["rule"])) is not None:
             rows.append(((rule.out, item["row"]), item, bool(rule.sides[0].keys)))
             continue
-        # A record of a rule that the file lacks holds its row in each output that may be its own.
+        # The file lacks the rule of the record, and so the output. The record holds its row in each output of the topic.
         outs = {rule.out for rule in rules.values() if rule.held and item["topic"] in rule.topics}
         rows += [((out, item["row"]), item, True) for out in outs]
     first: dict[tuple[str, int], Item] = {}

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 ROUNDS = 20
-"""How often a batch is tried without finding a further record that fails. Each attempt leaves out those found before."""
+"""How often a batch is tried without a further failing record. An attempt leaves out the failing records of earlier attempts."""
 
 
 def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:

@@ -118,9 +118,9 @@ def with_groups(
     """The failures of an attempt, with the records that leave their groups because an output can't be encoded.
 
     The record that completed the group leaves it, and the next record of the key may complete the group again. Whether the next
-    output can be encoded is not known before it is made. A search goes through the records of each key as the fold does. It
-    finds at once all records whose outputs hold what has no form, such as NaN in JSON. Of the outputs that are too large, a
-    search finds those of the attempt before. All records of a group that expired leave it together.
+    output can be encoded is known once it is made. A search goes through the records of each key as the fold does. One search
+    finds all outputs with a value that the format lacks, such as NaN in JSON. For outputs that are too large, it finds the
+    outputs of the attempt before. An expired group loses all its records.
 
     ``unsent``: place → the failure of each output that can't be encoded. The place is of the record that completed the output.
     ``known``, ``views``: as for ``result_rows``.
@@ -298,7 +298,7 @@ def check_rows(
             row, joins = (rule.out, entry["row"]), bool(rule.sides[0].keys)
             each.append(HeldRecord(place, name, row, True, None, joins, entry["hash"], changes=changes))
             continue
-        # The pipeline file lacks the rule. The record holds its row until the rule is back, in each output that may be its own.
+        # The pipeline file lacks the rule, and so the output. The record holds its row in each output of the topic.
         for out in {rule.out for rule in held.values() if place[0] in rule.topics}:
             each.append(HeldRecord(place, name, (out, entry["row"]), True, None, True, changes=changes))
     decision = decide(_with_sequences(transform, each))

@@ -185,8 +185,8 @@ def publish(
     if unverified or not plan.clean or new:
         publish_states = target.commit(publish_states, {partition: (high, high) for partition, high in highs.items()})
         crash_point("publish:verified")
-    # 5. Send the rest window by window. A Spark task has several windows of some partitions: it announces them, then sends them.
-    #    Spark runs tasks of other partitions at the same time.
+    # 5. Send the rest window by window. A Spark task announces a window of some partitions, and then sends the window. Spark runs
+    #    the tasks of other partitions at the same time.
     rest = [OffsetRange(part.partition, highs[part.partition], part.end) for part in plan.parts]
     total, sent = _records(rest), 0
     for parts in task_parts(rest, TASK_RECORDS):

@@ -198,8 +198,11 @@ def _is_known(table: Table, state: StagingState) -> bool:
 
 
 def removed_views(views: Mapping[str, str], results: Mapping[str, str], rules: Iterable[Rule]) -> dict[str, str]:
-    """The entries of views that the pipeline file has no more, and whose results are not maintained. Each keeps its output topic,
-    until another view has it. ``views``: the entries before; ``results``: those of the views that have a result now."""
+    """The entries of views that the pipeline file has no more, and whose results are not maintained.
+
+    An entry keeps the view's output topic until another view has the topic. ``views``: the entries before; ``results``: those of
+    the views that have a result now.
+    """
     names, outputs = {rule.name for rule in rules}, set(map(_output_of, results.values()))
     gone = {name: _output_of(text) for name, text in views.items() if name not in names}
     return {name: json.dumps([REMOVED, out]) for name, out in gone.items() if out is None or out not in outputs}
