@@ -213,7 +213,8 @@ def _ordered_tables(snapshot: Snapshot) -> dict[str, dict[str, RawState | None]]
 def _ends(state: TopicState | None) -> TopicEnds:
     if state is None:
         return TopicEnds(None)
-    return TopicEnds(state.topic_id, {part.partition: part.end for part in state.partitions})
+    ends = {part.partition: part.end for part in state.partitions}
+    return TopicEnds(state.topic_id, ends, frozenset(part.partition for part in state.partitions if part.is_open))
 
 
 def ingest_once(

@@ -9,7 +9,8 @@ lowest of these orders. A stream confirms an order in two ways:
 
 - The stream has a record of this order. The stream's records of lower orders are all before this record.
 - The stream is ingested up to its end in a reading. An earlier reading found a record of a lower order in some stream. The
-  time between both readings covers records that a producer still had in flight at the earlier reading.
+  time between both readings covers records that a producer still had in flight at the earlier reading. An end before an open
+  Kafka transaction does not count: the records of the transaction were sent, and nobody can read them yet.
 
 The records of a transaction topic count for the second way too, and the frontier does not wait for the topic.
 ``etl.transactions`` moves the frontier to the end of a transaction.
@@ -141,7 +142,7 @@ def _confirmed(stream: Stream, known: Sequence[tuple[Reading, Order | None]], de
     """The order that a stream confirms. ``known``: each reading with the highest order below its ends."""
     best = stream.highest or LOWEST
     for later, _ in known:
-        end = later.end(stream.topic, stream.partition)
+        end = later.whole_end(stream.topic, stream.partition)
         if end is None or stream.next < end:
             continue
         for earlier, order in known:

@@ -42,11 +42,15 @@ _MAX_BYTES = "max.message.bytes"
 
 @dataclass(frozen=True)
 class PartitionState:
-    """A partition holds records from ``low`` up to, but not including, ``end`` (the last stable offset)."""
+    """A partition holds records from ``low`` up to, but not including, ``end`` (the last stable offset).
+
+    ``is_open``: whether a transaction is open. The records of the transaction are past ``end``.
+    """
 
     partition: int
     low: int
     end: int
+    is_open: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def survey(
 ) -> Survey:
     """The states of those ``topics`` that exist, in the order asked for. One topic's problem hides no other topic.
 
-    Three requests a broker, however many partitions there are. ``patience``: seconds to wait for a partition's leader,
+    Four requests a broker, however many partitions there are. ``patience``: seconds to wait for a partition's leader,
     by default ``timeout``. Raises BrokerUnavailable where no broker answers within ``timeout`` seconds (by default WAIT),
     and TrustError.
     """
@@ -140,11 +144,16 @@ def _survey(ask: Question, names: list[str]) -> Survey:
                 away[topic][item.id] = _leaderless(ask, topic, item.id, [entry.id for entry in item.replicas])
             else:
                 places.append((topic, item.id))
-    # Both are asked at once, and awaited one after the other.
-    requests = ask.offsets(places, OffsetSpec.earliest()), ask.offsets(places, OffsetSpec.latest())
-    low, end = (_offsets(ask, answers, away, problems) for answers in requests)
+    # All are asked at once, and awaited one after the other. An end below a high watermark that was read before it shows an
+    # open transaction, and nothing else.
+    requests = (
+        ask.offsets(places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED),
+        ask.offsets(places, OffsetSpec.earliest()),
+        ask.offsets(places, OffsetSpec.latest()),
+    )
+    high, low, end = (_offsets(ask, answers, away, problems) for answers in requests)
     for topic, partition in places:
-        if not ((topic, partition) in low and (topic, partition) in end) and partition not in away[topic]:
+        if not all((topic, partition) in found for found in (high, low, end)) and partition not in away[topic]:
             # Deleted between the two questions, or the broker has just started and does not lead it yet: asked once more,
             # the description knows.
             away[topic][partition] = LeaderMissing(
@@ -155,8 +164,9 @@ def _survey(ask: Question, names: list[str]) -> Survey:
             topic,
             ids[topic],
             tuple(
-                PartitionState(partition, low[name, partition], end[name, partition])
-                for name, partition in places
+                PartitionState(partition, low[place], end[place], end[place] < high[place])
+                for place in places
+                for name, partition in (place,)
                 if name == topic and partition not in away[topic]
             ),
             away[topic],

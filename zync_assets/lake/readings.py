@@ -29,6 +29,8 @@ class TopicEnds:
     topic_id: str | None
     ends: Mapping[int, int] = field(default_factory=dict[int, int])
     """Partition → end. A partition without a leader is missing."""
+    open: frozenset[int] = frozenset()
+    """Partitions with an open Kafka transaction. Its records are past the end, and may be older than the reading."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class Reading:
         if found is None:
             return None
         return 0 if found.topic_id is None else found.ends.get(partition)
+
+    def whole_end(self, topic: str, partition: int) -> int | None:
+        """The end of a partition, as ``end``; None also where an open transaction has records past the end."""
+        found = self.topics.get(topic)
+        return None if found is None or partition in found.open else self.end(topic, partition)
 
     def without(self, topics: Collection[str]) -> Reading:
         """The reading without some topics, whose ends are unknown then."""
@@ -119,7 +126,11 @@ def _write(uri: str, readings: Sequence[Reading]) -> None:
 
 def _row(reading: Reading) -> dict[str, object]:
     topics = {
-        topic: {"id": item.topic_id, "ends": {str(partition): end for partition, end in sorted(item.ends.items())}}
+        topic: {
+            "id": item.topic_id,
+            "ends": {str(partition): end for partition, end in sorted(item.ends.items())},
+            "open": sorted(item.open),
+        }
         for topic, item in sorted(reading.topics.items())
     }
     return {"began": reading.began, "ended": reading.ended, "topics": topics}
@@ -127,7 +138,11 @@ def _row(reading: Reading) -> dict[str, object]:
 
 def _parsed(row: Mapping[str, Any]) -> Reading:
     topics = {
-        topic: TopicEnds(item["id"], {int(partition): end for partition, end in item["ends"].items()})
+        topic: TopicEnds(
+            item["id"],
+            {int(partition): end for partition, end in item["ends"].items()},
+            frozenset(item.get("open", ())),  # earlier versions did not look
+        )
         for topic, item in row["topics"].items()
     }
     return Reading(row["began"], row["ended"], topics)

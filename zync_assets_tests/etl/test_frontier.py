@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
@@ -117,6 +117,16 @@ def test_an_idle_topic_is_passed_once_its_end_was_read_again_after_the_delay() -
     first = reading(10, 10.1, a=2, b=0)
     assert frontier_of(streams, [first, reading(11, 11.1, a=2, b=0)], 1).order == LOWEST
     assert frontier_of(streams, [first, reading(11.1, 11.2, a=2, b=0)], 1).order == after((5, 0))
+
+
+def test_an_end_before_an_open_transaction_confirms_nothing() -> None:
+    streams = [whole("a", 0, [(1, 0), (5, 0)]), whole("b", 1, [(2, 0)])]
+    first, later = reading(10, 10, a=2, b=1), reading(20, 20, a=2, b=1)
+    is_open = replace(later, topics={**later.topics, "b": TopicEnds("id", {0: 1}, frozenset({0}))})
+    found = frontier_of(streams, [first, is_open], 1)
+    assert found.order == (2, 0)
+    assert found.behind is not None and found.behind.topic == "b"
+    assert frontier_of(streams, [first, is_open, later], 1).order == after((5, 0))
 
 
 def test_a_topic_that_is_not_ingested_to_its_later_end_holds_the_frontier_back() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner
+from confluent_kafka import Producer
 
 from zync_assets import runner
 from zync_assets.checks.output_checks import source_order
@@ -35,6 +36,7 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, SourceOrder
 from zync_assets.pipeline_file import load
 from zync_assets.runner import etl_all, ingest_all, read_ends
+from zync_assets_tests.kafka.conftest import await_end
 from zync_assets_tests.lake.rows import SCHEMA, file, records
 from zync_assets_tests.mini import Mini, mini
 
@@ -229,6 +231,28 @@ def test_a_record_that_comes_before_the_second_reading_of_the_ends_holds_no_reco
     etl(it)
     assert target(it) == {"1": {"l": "a", "r": "new"}}
     assert len(readings) == 2
+
+
+def test_a_topic_with_an_open_transaction_holds_the_others_back(make: Make, unique: str) -> None:
+    """Its records were sent, and come when the transaction ends. The topic is not idle."""
+    it = make()
+    send(it, ("left", "c", 1, "a"), ("right", "c", 1, "new"), ("left", "u", 1, "b"))
+    producer = Producer({**it.pipeline.kafka, "transactional.id": unique, "log_level": 0})
+    producer.init_transactions(20)
+    producer.begin_transaction()
+    producer.produce(it.left, json.dumps(change("u", 1, "c", 200)), "1", 0)
+    producer.flush(10)
+    send(it, ("left", "u", 1, "d"), ("right", "u", 1, "paid"), lsn=300)
+    ingest(it)
+    etl(it)
+    assert target(it) == {"1": {"l": "a", "r": "new"}}
+    assert status(it) == {**status(it), "waiting": 2, "topic": it.left, "partition": 0}
+    producer.commit_transaction(10)
+    await_end({**it.pipeline.kafka}, it.left, 5)
+    ingest(it)
+    etl(it)
+    assert [value["l"] or value["r"] for _, value in outputs(it)] == ["a", "b", "c", "d", "paid"]
+    assert status(it) == {**status(it), "waiting": 0, "late": 0}
 
 
 def test_a_record_below_the_frontier_is_processed_counted_and_named(make: Make) -> None:

@@ -71,12 +71,13 @@ def test_the_end_is_before_an_open_transaction(
     transactional.produce(topic, "open", partition=0)
     transactional.flush(10)
 
-    assert topic_states(kafka, [topic])[topic].partitions[0].end == 1
+    assert topic_states(kafka, [topic])[topic].partitions == (PartitionState(0, 0, 1, is_open=True),)
     assert topics.high_watermark(kafka, topic, 0) == 2
 
     transactional.commit_transaction(10)
     # One offset more than records: the transaction's marker.
     await_end(kafka, topic, 3)
+    assert topic_states(kafka, [topic])[topic].partitions == (PartitionState(0, 0, 3),)
 
 
 def test_a_topic_that_is_created_again_has_another_id(kafka: dict[str, str], topic: str) -> None:

@@ -18,6 +18,14 @@ def test_a_reading_says_how_far_each_partition_is() -> None:
     assert found.without(["a"]).end("a", 0) is None
 
 
+def test_an_end_before_an_open_transaction_is_not_whole(tmp_path: Path) -> None:
+    ends = {"a": TopicEnds("id", {0: 7, 1: 8}, frozenset({1})), "missing": TopicEnds(None)}
+    (found,) = keep_reading(str(tmp_path), "Raw", Reading(1, 1, ends), 1)
+    assert read_readings(str(tmp_path), "Raw") == [found]
+    places = ("a", 0), ("a", 1), ("missing", 0), ("other", 0)
+    assert [found.whole_end(*place) for place in places] == [7, None, 0, None]
+
+
 def test_readings_come_back_from_the_lake(tmp_path: Path) -> None:
     lake = str(tmp_path)
     assert read_readings(lake, "Raw") == []
