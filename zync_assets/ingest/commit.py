@@ -45,6 +45,8 @@ class RawCommit:
     seconds: float
     left_out: int = 0
     """Records that the input's shape left out."""
+    lost_offsets: int = 0
+    """Offsets that retention removed before they were ingested. They are in no quarantine."""
 
 
 def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
@@ -102,12 +104,13 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         item.topic,
         plan.ranges,
         sum(file.records for file in files.files),
-        sum(advance.bad.values()),
+        sum(file.records for file in files.bad),
         until,
         tuple(added_fields(reading.table, schema)) if plan.state else (),
         changes,
         time.monotonic() - start,
         sum(files.left_out.values()),
+        sum(part.end - part.first for part in plan.losses),
     )
 
 

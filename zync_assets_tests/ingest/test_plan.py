@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from click.testing import CliRunner
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
 
 from zync_assets import offsets
+from zync_assets.cli.main import main
 from zync_assets.errors import CommitConflict, DataLoss, TopicMissing, TopicRecreated
 from zync_assets.ingest.commit import commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
@@ -192,6 +194,9 @@ def test_a_loss_that_leaves_nothing_to_read_is_accounted_for_at_once(make: Make)
     it.step()
     it.send(it.left, row(2), row(3))
     delete_before(it, 3)
+    done = CliRunner().invoke(main, ["from-kafka", str(it.pipeline.path), "--topic", it.left, "--format", "json"])
+    said = json.loads(done.stdout)
+    assert (said["records"], said["quarantined"], said["lost_offsets"]) == (0, 0, 2), "nothing is in quarantine"
     it.step()
     assert it.next(it.left) == {0: 3}
     assert [(found["first"], found["end"]) for found in it.ledger("dropped")] == [(1, 3)]
