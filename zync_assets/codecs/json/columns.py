@@ -177,9 +177,10 @@ def _typed_column(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
         before = np.concatenate([[0], np.cumsum(wrong)])
         return list_of(type, offsets, items, valid), before[offsets[1:]] > before[offsets[:-1]]
     if kinds.is_floating(type):
-        numbers = array.fill_null(1.0).to_numpy(zero_copy_only=False)
+        values = pc.cast(array, type, safe=False)
+        numbers = values.fill_null(1.0).to_numpy(zero_copy_only=False)
         odd = ~np.isfinite(numbers) | ((numbers == 0) & np.signbit(numbers))
-        return pc.cast(array, type, safe=False), odd
+        return values, odd
     if kinds.is_string(type):
         array.validate(full=True)
         return array, odd

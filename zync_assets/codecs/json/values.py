@@ -2,7 +2,7 @@
 
 Fields that the type lacks are left out, missing ones are null. A number goes where it fits exactly; a string is no
 number. Timestamps and dates are ISO 8601 strings (without a zone: UTC), binary is base64, a decimal a number or a
-string.
+string. A double is rounded, and never infinite. A timestamp is not cut.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ import base64
 import datetime
 import decimal
 import json
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 Read = Callable[[Any, str], Any]
+
+_FINER = re.compile(r"[.,][0-9]{6}[0-9]*[1-9]")
+"""A fraction of a second with more than microseconds. ``datetime`` would cut it."""
 
 
 def json_reader(type: pa.DataType) -> Callable[[pa.Array], tuple[pa.Array, dict[int, str]]]:
@@ -175,9 +181,20 @@ def _decimal_reader(type: Any) -> Read:
 def _float(value: Any, path: str) -> float:
     literal = expect(value, (int, decimal.Decimal), "a number", path)
     try:
-        return float(literal)
+        return _finite(float(literal), literal, "double", path)
     except OverflowError:
         raise ValueError(f"{path}: a number of {len(str(literal))} digits is out of the range of double") from None
+
+
+def _float32(value: Any, path: str) -> float:
+    with np.errstate(over="ignore"):
+        return _finite(float(np.float32(_float(value, path))), value, "float", path)
+
+
+def _finite(number: float, literal: Any, kind: str, path: str) -> float:
+    if not math.isfinite(number):
+        raise ValueError(f"{path}: {str(literal)[:40]} is out of the range of {kind}")
+    return number
 
 
 def _date(value: Any, path: str) -> datetime.date:
@@ -192,6 +209,8 @@ def _timestamp(value: Any, path: str) -> datetime.datetime:
         moment = datetime.datetime.fromisoformat(expect(value, str, "a timestamp", path))
     except ValueError:
         raise ValueError(f"{path}: {value!r} is not a timestamp such as 2026-01-31T12:00:00Z") from None
+    if _FINER.search(value):
+        raise ValueError(f"{path}: {value!r} is finer than a microsecond; give the field the type string")
     return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
 
 
@@ -212,6 +231,7 @@ def _string(value: Any, path: str) -> str:
 
 _SCALARS: tuple[tuple[Callable[[pa.DataType], bool], Read], ...] = (
     (pa.types.is_boolean, lambda value, path: expect(value, bool, "true or false", path)),
+    (pa.types.is_float32, _float32),
     (pa.types.is_floating, _float),
     (pa.types.is_string, _string),
     (pa.types.is_binary, _binary),

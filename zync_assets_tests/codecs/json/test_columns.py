@@ -161,3 +161,29 @@ def test_one_bad_text_among_many_costs_only_itself() -> None:
 def test_what_pyarrow_can_t_read_goes_record_by_record(kind: pa.DataType) -> None:
     assert not has_columns(kind)
     assert columns_reader(kind)(pa.array([b'{"m":{"a":1}}', None], pa.binary()))[0].type == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "error"),
+    [
+        (pa.float64(), "1e400", "1E+400 is out of the range of double"),
+        (pa.float32(), "-1e39", "-1E+39 is out of the range of float"),
+        (
+            pa.timestamp("us", "UTC"),
+            '"2024-01-01T01:02:03.1234567Z"',
+            "'2024-01-01T01:02:03.1234567Z' is finer than a microsecond; give the field the type string",
+        ),
+    ],
+)
+def test_a_value_that_its_type_can_t_hold_is_an_error(kind: pa.DataType, text: str, error: str) -> None:
+    values, errors = columns_reader(pa.struct([("f0", kind)]))(pa.array([b'{"f0":%b}' % text.encode()]))
+    assert values.to_pylist() == [None]
+    assert errors == {0: f"value.f0: {error}"}
+
+
+def test_noughts_after_the_microseconds_lose_nothing() -> None:
+    values, errors = columns_reader(pa.struct([("f0", pa.timestamp("us", "UTC"))]))(
+        pa.array([b'{"f0":"2024-01-01T01:02:03.123456000Z"}'])
+    )
+    assert errors == {}
+    assert values[0]["f0"].value == 1704070923123456
