@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from zync_assets.cli.terminal import (
 )
 from zync_assets.codecs.arrays import python_rows
 from zync_assets.errors import ZyncError
-from zync_assets.lake import raw
+from zync_assets.lake import raw, staging
 from zync_assets.lake.parquet_rows import rows_at
 from zync_assets.lake.quarantine_table import QuarantinedRecord, Selection, entries, quarantined_records
 from zync_assets.lake.snapshot import Snapshot
@@ -140,12 +141,14 @@ def replay(
 
     A record that can be decoded now goes to its place in the raw pool. A record that a rule failed on goes through the rules
     again. A record that a target refused is written, unless a later record of its key has been written: then nothing changes.
-    A record that still fails stays in quarantine: stderr has the reason, and the exit code is 1.
+    A record that still fails stays in quarantine: stderr has the reason, and the exit code is 1. A note names the partitions
+    of which ETL took later records before: `zync rebuild` makes their rows right.
     """
     loaded = load(pipeline)
     asked = selection(loaded, topics, ranges, sinks)
     session = partial(spark_session, loaded.spark, loaded.lake)
     before = {record.place for record in _of_rules(loaded, asked)}
+    seen = _seen(loaded)
     reasons: dict[tuple[str, int, int], str] = {}
     for made in () if sinks else replay_all(loaded, session, asked):
         if isinstance(made, ReplayCommit):
@@ -160,7 +163,16 @@ def replay(
     if len(left) > REASONS:
         others = loaded.command("quarantine list")
         click.echo(f"{len(left) - REASONS} others stay. This shows them: {others}", err=True)
-    _say({"replayed": len(before - left.keys()) + count, "left": len(left) + len(refused)}, fmt)
+    replayed = before - left.keys()
+    _say({"replayed": len(replayed) + count, "left": len(left) + len(refused)}, fmt)
+    if late := sorted(
+        {(topic, partition) for topic, partition, offset in replayed if offset + 1 < seen[topic, partition]}
+    ):
+        click.echo(
+            f"note: ETL took later records before the replayed ones, of {_places(late)}. Where both change one row, an older"
+            f" value is now the last. This makes the rows right: {loaded.command('rebuild')}",
+            err=True,
+        )
     if left or refused:
         raise click.exceptions.Exit(1)
 
@@ -194,6 +206,20 @@ def drop(
 def _of_rules(pipeline: Pipeline, asked: Selection) -> Iterable[QuarantinedRecord]:
     """The selected records that no target refused: none if sinks are named."""
     return () if asked.sinks else quarantined_records(pipeline, asked)
+
+
+def _seen(pipeline: Pipeline) -> Counter[tuple[str, int]]:
+    """(topic, partition) → the next offset that ETL looks at, in the staging pool that is the furthest."""
+    found = Counter[tuple[str, int]]()
+    for pool in pipeline.staging_pools:
+        if (state := staging.open_staging(pipeline.lake, pool)) is not None:
+            found |= Counter({place: position.seen for place, position in state.head.inputs.items()})
+    return found
+
+
+def _places(places: Sequence[tuple[str, int]]) -> str:
+    names = ", ".join(place_text(topic, partition) for topic, partition in places[:3])
+    return names + (", …" if len(places) > 3 else "")
 
 
 def _say(numbers: Mapping[str, int], fmt: Format) -> None:

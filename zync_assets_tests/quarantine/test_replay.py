@@ -101,6 +101,25 @@ def test_a_record_that_can_be_decoded_now_comes_into_its_place(late: Late, seen:
     sound(it)
 
 
+def test_a_replay_after_later_records_names_the_partition_and_the_cure(late: Late) -> None:
+    it = late.it
+    it.step()
+    late.mend()
+    done = CliRunner().invoke(main, ["quarantine", "replay", str(it.pipeline.path)])
+    assert done.stdout == "1 replayed, 0 left\n"
+    assert f"note: ETL took later records before the replayed ones, of topic {it.left}, partition 0." in done.stderr
+    assert f"zync rebuild {it.pipeline.path}" in done.stderr
+
+
+def test_a_replay_before_etl_says_nothing_of_later_records(late: Late) -> None:
+    it = late.it
+    it.ingest()
+    late.mend()
+    done = CliRunner().invoke(main, ["quarantine", "replay", str(it.pipeline.path)])
+    assert done.stdout == "1 replayed, 0 left\n"
+    assert "note" not in done.stderr
+
+
 def test_a_replay_that_is_killed_at_any_point_goes_on_as_if_nothing_had_been(late: Late) -> None:
     it = late.it
     it.step()
