@@ -26,7 +26,6 @@ from zync_assets.errors import EtlError
 from zync_assets.etl.retries import NOTHING, ClassRange, Reopening, Retry, divided, reopen, with_joins
 from zync_assets.etl.rule_changes import renamed_rules
 from zync_assets.etl.streams import Cut, cuts, domains_of, owners, unseen
-from zync_assets.etl.views.tables import new_views
 from zync_assets.etl.waits import NO_WAITS, Waits, waits_of
 from zync_assets.lake import publication, raw, staging
 from zync_assets.lake.head import Head
@@ -246,6 +245,9 @@ def plan_etl(
     partition) → the offset that the batch must not reach, 0 for other partitions; None: the batch has no such limit. Raises
     EtlError for a raw table that was replaced.
     """
+    # Here alone: Spark's workers load this module, and need no SQL parser.
+    from zync_assets.etl.views.tables import new_views
+
     # Reads against the flow of the data, because another process may commit meanwhile: published, staging, raw.
     verified = publication.verified_ends(pipeline.lake, pool, [item.topic for item in pipeline.outputs_of(pool)])
     state = staging.open_staging(pipeline.lake, pool)
