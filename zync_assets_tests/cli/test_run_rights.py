@@ -225,7 +225,10 @@ BEFORE = {step: CHAIN[: CHAIN.index(step)] for step in CHAIN} | {
 }
 
 
-@pytest.mark.parametrize("step", RIGHTS)
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(step, marks=pytest.mark.slow if step in ("create:", "--recreate") else ()) for step in RIGHTS],
+)
 def test_each_right_that_is_missing_is_named_with_the_cure(make: Callable[[], Shielded], step: str) -> None:
     it = make()
     if step != "create:":

@@ -178,7 +178,7 @@ transforms:
 """
 
 
-@pytest.mark.parametrize("each", [1, 30])
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 30])
 def test_a_change_that_can_not_be_encoded_costs_itself_wherever_batches_are_cut(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, each: int
 ) -> None:

@@ -492,6 +492,7 @@ def test_keys_that_are_equal_pair_whatever_batches_they_come_in(make: Make) -> N
     assert it.classes(it.right) == {"done": 3, "pending": 1}
 
 
+@pytest.mark.slow
 def test_records_that_an_older_version_hashed_otherwise_go_on_matching(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,7 +86,7 @@ def outputs(it: Mini, topic: str) -> list[Any]:
     return [(found["key"], found["value"]) for found in it.staged(it.out + topic)]
 
 
-@pytest.mark.parametrize("of_each_size", [pytest.param("small", marks=pytest.mark.slow), "large"], indirect=True)
+@pytest.mark.slow
 @pytest.mark.usefixtures("of_each_size")
 def test_a_batch_of_several_queries_is_one_of_a_single_query(it: Mini) -> None:
     """Records that pair, wait, fail, go to no rule, or follow a pending record of their source row."""

@@ -340,7 +340,13 @@ def rows(it: Mini) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("repair", ["name: create", "name: create2, was: create"], ids=["restored", "renamed"])
+@pytest.mark.parametrize(
+    "repair",
+    [
+        pytest.param("name: create", id="restored", marks=pytest.mark.slow),
+        pytest.param("name: create2, was: create", id="renamed"),
+    ],
+)
 def test_a_record_of_a_rule_that_the_file_lacks_holds_its_row_until_the_rule_is_back(make: Make, repair: str) -> None:
     it, offsets = make("renamed"), defaultdict[str, int](int)
     step(it, ("left", "c", 1, 1), ("left", "c", 2, 2), ("left", "c", 3, 3), offsets=offsets)
