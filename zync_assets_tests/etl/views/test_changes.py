@@ -107,7 +107,7 @@ def test_a_fold_keeps_the_deletion_of_a_row_by_time(
     )
     it = mini_of(make_pipeline(services, tmp_path, text, partitions=2), spark)
     it.send(topic, change(1, 1, "a"), ('{"id": 1}', {"op": "d", "after": None}), times=[1_000, 7_000])
-    for time in range(7_001, 7_001 + RUNS):
+    for time in range(7_001, 7_003 + RUNS):
         it.step()
         it.send(topic, change(2, time, "x"), times=[time])
     it.send(topic, change(1, 5, "f"), partition=1, times=[6_000])
