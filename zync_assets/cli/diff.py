@@ -32,19 +32,12 @@ from zync_assets.pipeline_file import load
 from zync_assets.runner import etl_all
 from zync_assets.spark import frames
 from zync_assets.spark.session import spark_session
-from zync_assets.spark.sql import name_sql, path_sql, text_sql
+from zync_assets.spark.sql import WHOLE_JSON, name_sql, path_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 COLUMNS = ("topic", "key", "old", "new")
-_MICROSECONDS = (
-    "timestampFormat",
-    "yyyy-MM-dd'T'HH:mm:ss[.SSSSSS][XXX]",
-    "timestampNTZFormat",
-    "yyyy-MM-dd'T'HH:mm:ss[.SSSSSS]",
-)
-"""Options for times in JSON, which else has milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -182,19 +175,20 @@ def _rows(spark: SparkSession, pipeline: Pipeline, topic: str) -> DataFrame:
     schemas = {name: text for name, (of, text) in state.head.schemas.items() if of == topic}
     column = staging.value_column(topic)
     kind = state.schema.field(column).type if column in state.schema.names else pa.null()
-    options = f"map('ignoreNullFields', 'false', {', '.join(map(text_sql, _MICROSECONDS))})"
-    base = frame.selectExpr(f"to_json(struct(key), {options}) AS k", "kafka.offset AS o", "value", "schema", "left_out")
+    base = frame.selectExpr(
+        f"to_json(struct(key), {WHOLE_JSON}) AS k", "kafka.offset AS o", "value", "schema", "left_out"
+    )
     gone = base.groupBy("k").agg(F.expr("max(CASE WHEN value IS NULL THEN o END) AS gone"))
     live = base.join(gone, "k").where("value IS NOT NULL AND (gone IS NULL OR o > gone)")
     if not pa.types.is_struct(kind):
-        return live.groupBy("k").agg(F.expr(f"max_by(to_json(struct(value), {options}), o) AS v"))
+        return live.groupBy("k").agg(F.expr(f"max_by(to_json(struct(value), {WHOLE_JSON}), o) AS v"))
     texts: list[str] = []
     for item in fields_of(kind):
         known = [name for name, text in schemas.items() if has_field(text, item)]
         left_out = text_sql(path_sql(("value", item.name)))
         fitting = f"schema IN ({', '.join(map(text_sql, known)) or 'NULL'})"
         sets = f"{fitting} AND NOT coalesce(array_contains(left_out, {left_out}), false)"
-        text = f"to_json(struct(value.{name_sql(item.name)}), {options})"
+        text = f"to_json(struct(value.{name_sql(item.name)}), {WHOLE_JSON})"
         texts.append(f"max_by({text}, o) FILTER (WHERE {sets})")
     return live.groupBy("k").agg(F.expr(f"array_join(array({', '.join(texts)}), '\\n') AS v"))
 

@@ -24,6 +24,7 @@ from zync_assets.cli.terminal import (
 )
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import LakeError
+from zync_assets.etl.hold import possible_outputs
 from zync_assets.etl.rules import kind_of, lookups
 from zync_assets.lake import raw, staging
 from zync_assets.lake.parquet_rows import DamagedFile, rows_at
@@ -247,8 +248,7 @@ def _fronts(pipeline: Pipeline, pool: str, waiting: Sequence[Item]) -> dict[tupl
             rows.append(((rule.out, item["row"]), item, bool(rule.sides[0].keys)))
             continue
         # The file lacks the rule of the record, and so the output. The record holds its row in each output of the topic.
-        outs = {rule.out for rule in rules.values() if rule.held and item["topic"] in rule.topics}
-        rows += [((out, item["row"]), item, True) for out in outs]
+        rows += [((out, item["row"]), item, True) for out in possible_outputs(rules.values(), item["topic"])]
     first: dict[tuple[str, int], Item] = {}
     for row, item, joins in rows:
         if joins:

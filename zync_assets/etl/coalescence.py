@@ -1,6 +1,6 @@
 """``coalesce`` of an output: several changes of one key in a batch become one.
 
-The changes of a key are merged one after another, in the order of outputs. A tombstone replaces what is before it. Of two
+The changes of a key are merged one after another, in the order of outputs. A tombstone replaces the changes before it. Of two
 values, one must have all fields of the other: the merged value has the fields of both, each as the later of the two has it. A
 field that a change leaves out keeps its earlier value. Two changes that can't be merged so are two outputs. The ``source`` of a
 merged output lists the raw records of all merged changes. Each done record is therefore the source of an output.
@@ -12,7 +12,6 @@ changes that together may be too large are two outputs as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from zync_assets.etl.account import Labels
@@ -44,10 +43,10 @@ def coalesced(
     topic: str,
     targets: Mapping[str, OutputColumns],
     placeholder: str | None,
-    checks: Callable[[Collection[str]], RowChecks | None] = lambda _: None,
+    check: RowChecks | None = None,
 ) -> DataFrame:
     """The result rows with merged outputs of a topic. ``targets``: rule → the columns of its outputs; ``placeholder``: Debezium's
-    of a value that is not sent; ``checks``: columns of rows → the checks of the topic's outputs."""
+    of a value that is not sent; ``check``: of the topic's outputs."""
     from pyspark.sql import functions as F
 
     indexes = [at for at, rule in enumerate(rules) if rule.out == topic and rule.name in targets]
@@ -56,7 +55,7 @@ def coalesced(
         # Without a key, no two changes are of one.
         return results
     mine = f"kind = 'out' AND rule IN ({', '.join(map(str, indexes))}) AND {name_sql(key)} IS NOT NULL"
-    columns, check = results.columns, checks(results.columns)
+    columns = results.columns
     number = "coalesce(number, 0)" if "number" in columns else "0"
     lone = f"CASE WHEN {mine} THEN NULL ELSE struct(element_at(source, 1) AS first, {number} AS number) END AS lone"
     kinds = {at: target.key[1] for at in indexes if (target := targets[rules[at].name]).key is not None}
@@ -112,13 +111,9 @@ def finished(
         results = results.selectExpr("*", *known, "CAST(NULL AS array<int>) AS takers")
         # Rows of one task need no shuffle.
         results = results.coalesce(1) if together else results
-
-    def checks(topic: str, columns: Collection[str]) -> RowChecks | None:
-        return row_checks(pipeline, labels, types[topic], columns, limits(), texts=True)
-
     for topic in merging:
-        about = types[topic].targets, pipeline.unavailable_value, partial(checks, topic)
-        results = coalesced(results, rules, topic, *about)
+        check = row_checks(pipeline, labels, types[topic], results.columns, limits(), texts=True)
+        results = coalesced(results, rules, topic, types[topic].targets, pipeline.unavailable_value, check)
     return results
 
 

@@ -29,6 +29,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.etl.account import Fact
+from zync_assets.pipeline import Rule
 
 Place = tuple[str, int, int]
 """Input topic, partition, offset."""
@@ -85,6 +86,11 @@ class Decision:
 
 
 NOTHING = Decision()
+
+
+def possible_outputs(rules: Iterable[Rule], topic: str) -> set[str]:
+    """The held outputs in which a pending record of a topic may hold its row, if the pipeline file lacks the record's rule."""
+    return {rule.out for rule in rules if rule.held and topic in rule.topics}
 
 
 def decide(records: Iterable[HeldRecord]) -> Decision:

@@ -21,7 +21,7 @@ from zync_assets.etl.account import CHANGE
 from zync_assets.etl.batch import Transform, records_at, result_rows
 from zync_assets.etl.encodability import EncodingFailures, odd_sql, side_format
 from zync_assets.etl.failures import Failure, Failures
-from zync_assets.etl.hold import HeldRecord, Hold, Place, decide
+from zync_assets.etl.hold import HeldRecord, Hold, Place, decide, possible_outputs
 from zync_assets.etl.output_files import Results
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlPlan
@@ -120,7 +120,7 @@ def with_groups(
     The record that completed the group leaves it, and the next record of the key may complete the group again. Whether the next
     output can be encoded is known once it is made. A search goes through the records of each key as the fold does. One search
     finds all outputs with a value that the format lacks, such as NaN in JSON. For outputs that are too large, it finds the
-    outputs of the attempt before. An expired group loses all its records.
+    outputs of the attempt before. All records of an expired group leave the group.
 
     ``unsent``: place → the failure of each output that can't be encoded. The place is of the record that completed the output.
     ``known``, ``views``: as for ``result_rows``.
@@ -299,7 +299,7 @@ def check_rows(
             each.append(HeldRecord(place, name, row, True, None, joins, entry["hash"], changes=changes))
             continue
         # The pipeline file lacks the rule, and so the output. The record holds its row in each output of the topic.
-        for out in {rule.out for rule in held.values() if place[0] in rule.topics}:
+        for out in possible_outputs(transform.rules, place[0]):
             each.append(HeldRecord(place, name, (out, entry["row"]), True, None, True, changes=changes))
     decision = decide(_with_sequences(transform, each))
     decision = replace(decision, waiting=decision.waiting | waiting)

@@ -137,8 +137,8 @@ def publish(
     """The commit half: the protocol of publish. ``progress(sent, total)`` is called after each Spark task.
 
     Raises CheckFailed before anything is sent if a blocking check of the staging pool or of its raw tables failed, or fails
-    over what was staged since it passed last. Raises ForeignRecord if the topic holds what staging does not: nothing is
-    sent after that is known. Raises CommitConflict if another publisher is at work.
+    over what was staged since it passed last. Raises ForeignRecord if the topic holds what staging does not. The task that finds
+    it sends nothing more, and tasks of other partitions end first. Raises CommitConflict if another publisher is at work.
     """
     start = time.monotonic()
     plan = batch.plan

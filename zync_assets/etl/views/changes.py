@@ -95,7 +95,7 @@ def table_records(
     """The batch's records of each table, and the facts about these records. A single Spark job reads all tables.
 
     ``parts``: name of a table → its type and its ``record_rows``; ``placeholder``: see ``Pipeline.unavailable_value``;
-    ``checks``: name of a table → expressions over ``row``. The job computes them, and fails if one of them fails. Raises
+    ``checks``: name of a table → expressions over ``row``. The job computes the expressions, and fails if one fails. Raises
     RowFailures for records without a key.
     """
     frames: list[DataFrame] = []

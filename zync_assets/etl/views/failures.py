@@ -50,19 +50,17 @@ def table_failures(
                 _Expression(side, side, fails(sql), sql)
                 for side, sql in (("key", key), ("deleted", kind.deleted_sql), ("row", row))
             ]
-            names = [f"table {name}"] * len(own)
-            for each in checks.get(name, ()):
-                own.append(_Expression(each.path, each.sql, fails(each.over(row)), each.over(row)))
-                names.append(each.rule)
+            reasons = [(f"table {name}", f"{each.path}: {_WORDS}") for each in own]
+            for check in checks.get(name, ()):
+                own.append(check.expression(check.over(row)))
+                reasons.append((check.rule, own[-1].text()))
             place = f"kafka.partition AS partition, kafka.offset AS offset, {text_sql(kind.table.topic)} AS topic"
             rows = records.selectExpr("*", f"struct({place}) AS z_at")
             try:
                 failed = rows.selectExpr(f"{_number(own)} AS failed", "z_at").where("failed IS NOT NULL")
                 for each in failed.selectExpr("failed", "z_at.*").limit(MOST_FAILURES + 1).collect():
                     at = each["topic"], each["partition"], each["offset"]
-                    number = each["failed"]
-                    text = own[number].text() if number > 2 else f"{own[number].path}: {_WORDS}"
-                    found[at] = Failure(*at, names[number], text)
+                    found[at] = Failure(*at, *reasons[each["failed"]])
             except _spark_errors() as error:
                 if not is_overflow(error):
                     raise
@@ -83,46 +81,51 @@ class RowCheck(NamedTuple):
         """The expression over a row."""
         return f"transform(array({row}), {name_sql(self.alias)} -> {self.made})"
 
+    def expression(self, made: str) -> _Expression:
+        """The expression with its condition. ``made``: as Spark computes it there."""
+        return _Expression(self.path, self.sql, fails(made), made)
+
 
 def row_checks(spark: SparkSession, rules: Sequence[Rule], kinds: Mapping[str, TableType]) -> dict[str, list[RowCheck]]:
     """Name of a table → the expressions in joins and keys of views that may fail on its rows alone.
 
-    A batch computes them for each new row. A join computes them only if the other side has rows: a row on which one fails
-    would get into the state, and stop a later batch. ``kinds``: the types of tables, by name.
+    A batch computes these expressions for each new row. A join computes them only if the other side has rows. A row on which an
+    expression fails would get into the state, and stop a later batch. ``kinds``: the types of tables, by name.
     """
     found = defaultdict[str, list[RowCheck]](list)
     for rule in rules:
         names = {item.alias: table_of(item).name for item in rule.tables} if rule.view is not None else {}
         if names and kinds.keys() >= {*names.values()}:
             own = {alias: kinds[name] for alias, name in names.items()}
-            for alias, name in names.items():
-                found[name] += _row_expressions(spark, Query(rule), own, alias)
+            for check in _view_checks(spark, Query(rule), own):
+                found[names[check.alias]].append(check)
     return found
 
 
-def _row_expressions(spark: SparkSession, query: Query, kinds: Mapping[str, TableType], alias: str) -> list[RowCheck]:
-    """The expressions of joins and of the key over an alias alone that may fail. ``kinds``: by alias."""
+def _view_checks(spark: SparkSession, query: Query, kinds: Mapping[str, TableType]) -> Iterator[RowCheck]:
+    """The expressions of joins and of the key over one alias that may fail. ``kinds``: by alias."""
     rule = query.rule.name
-    found = [
-        RowCheck(rule, alias, path, sql, f"({sql})")
-        for path, sql in leaves(query.rule.key, "key")
-        if query.owners(sql) == {alias} and plain_field(kinds[alias].state_row, sql, alias) is None
-    ]
-    rows = [f"CAST(NULL AS {type_sql(kind.state_row)}) AS {name_sql(name)}" for name, kind in kinds.items()]
+    for path, sql in leaves(query.rule.key, "key"):
+        owners = query.owners(sql)
+        alias = next(iter(owners), "")
+        if len(owners) == 1 and plain_field(kinds[alias].state_row, sql, alias) is None:
+            yield RowCheck(rule, alias, path, sql, f"({sql})")
     for join in query.view.joins:
         for near, far in join.on:
             sides = ((near, join.near), (far, join.alias))
-            fields = [plain_field(kinds[name].state_row, sql, name) for sql, name in sides]
+            fields = [plain_field(kinds[alias].state_row, sql, alias) for sql, alias in sides]
             if all(fields) and len({item.dataType for item in fields if item is not None}) == 1:
                 continue
-            # A join compares two types by a common one.
-            frame = spark.range(1).selectExpr(*rows).selectExpr(f"coalesce({near}, {far}) AS it")
-            kind = type_sql(frame.schema["it"].dataType)
-            text = f"{near} = {far}"
-            found += [
-                RowCheck(rule, alias, "from", text, f"CAST(({sql}) AS {kind})") for sql, of in sides if of == alias
-            ]
-    return found
+            kind = _common_type(spark, kinds, near, far)
+            for sql, alias in sides:
+                yield RowCheck(rule, alias, "from", f"{near} = {far}", f"CAST(({sql}) AS {kind})")
+
+
+def _common_type(spark: SparkSession, kinds: Mapping[str, TableType], one: str, other: str) -> str:
+    """The type, as SQL, by which a join compares two expressions over rows. ``kinds``: by alias."""
+    rows = (f"CAST(NULL AS {type_sql(kind.state_row)}) AS {name_sql(alias)}" for alias, kind in kinds.items())
+    frame = spark.range(1).selectExpr(*rows).selectExpr(f"coalesce({one}, {other}) AS it")
+    return type_sql(frame.schema["it"].dataType)
 
 
 def view_failures(maintenance: Maintenance) -> dict[Place, Failure]:
@@ -151,9 +154,9 @@ def _overflow_failures(it: Maintenance) -> dict[Place, Failure]:
         place = f"CASE {order}.place {cases} END AS topic"
         return f"struct({order}.partition AS partition, {order}.offset AS offset, {place}) AS z_at"
 
+    checks = _alias_expressions(it)
     for alias in it.changes:
-        own = _alias_expressions(it, alias)
-        if own:
+        if own := checks[alias]:
             rows = it.delta(alias).where(f"{V} = 1 AND z_changed").selectExpr("*", at(ORD))
             found |= _overflowing(rows, "z_at", name, own)
     joined = None if found else it.joined(where=False)
@@ -260,7 +263,7 @@ class _Expression(NamedTuple):
 def _row_failures(it: Maintenance) -> dict[Place, Failure]:
     """The rows that fail in a join, or in a part of the key: those that the batch changes, else one of earlier records."""
     found: dict[Place, Failure] = {}
-    own = {alias: _alias_expressions(it, alias) for alias in it.query.aliases}
+    own = _alias_expressions(it)
     for alias in it.changes:
         if own[alias]:
             rows = it.delta(alias).where(f"{V} = 1 AND z_changed")
@@ -282,10 +285,12 @@ def _earlier_failures(it: Maintenance, alias: str, own: Sequence[_Expression]) -
     return {place: Failure(*place, name, own[row["failed"]].text()) for place, row in zip(at, failed, strict=True)}
 
 
-def _alias_expressions(it: Maintenance, alias: str) -> list[_Expression]:
-    """The expressions of joins and of the key over an alias alone."""
-    checks = _row_expressions(it.reader.spark, it.query, it.kinds, alias)
-    return [_Expression(each.path, each.sql, fails(each.made), each.made) for each in checks]
+def _alias_expressions(it: Maintenance) -> Mapping[str, Sequence[_Expression]]:
+    """Alias → the expressions of joins and of the key over the alias alone."""
+    found: dict[str, list[_Expression]] = {alias: [] for alias in it.query.aliases}
+    for check in _view_checks(it.reader.spark, it.query, it.kinds):
+        found[check.alias].append(check.expression(check.made))
+    return found
 
 
 def _joined_failures(it: Maintenance, joined: DataFrame) -> dict[Place, Failure]:

@@ -84,7 +84,7 @@ def test_an_output_keeps_its_result_under_another_name_and_refuses_another_defin
     pool.edit("name: new", "name: newer, where: o.n > 1")
     with pytest.raises(EtlError, match=r"the definition of view newer changed .* zync rebuild"):
         pool.it.etl()
-    # The name of a view that is gone stays with its output topic.
+    # The pool remembers the output topic of a removed view.
     pool.edit(f"out: {unique}.a}}", f"out: {unique}.b}}")
     pool.step()
     assert pool.folded("b") == {2: {"n": 2}, 3: {"n": 3}}
