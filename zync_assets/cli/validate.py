@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import platform
 import textwrap
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -35,20 +36,30 @@ def validate(pipeline: Path, fmt: Format) -> None:
 
     Starts no JVM and asks no broker.
     """
+    # Here alone: it loads pyarrow, which the reference of the keys does without.
+    from zync_assets.pipeline_file.plain_types import unknown_fields
+
     try:
-        _report_good(load(pipeline), pipeline, fmt)
+        model = load(pipeline)
+        problems, notes = unknown_fields(model)
+        if problems:
+            raise PipelineFileError(str(pipeline), problems)
+        _report_good(model, pipeline, fmt, notes)
     except PipelineFileError as error:
         _report_bad(error, fmt)
         raise SystemExit(1) from None
 
 
-def _report_good(model: Pipeline, file: Path, fmt: Format) -> None:
+def _report_good(model: Pipeline, file: Path, fmt: Format, notes: Sequence[str]) -> None:
     rules = [rule for rule in model.rules if rule.part_of is None]
     counts = {"inputs": len(model.inputs), "rules": len(rules), "outputs": len(model.outputs)}
     counts |= {"sinks": len(model.sinks)} if model.sinks else {}
     notes = [
-        f"output {topic} is not held, since {reason}: changes of a source row may overtake a pending record of the row"
-        for topic, reason in unheld(model.rules, model.outputs).items()
+        *notes,
+        *(
+            f"output {topic} is not held, since {reason}: changes of a source row may overtake a pending record of the row"
+            for topic, reason in unheld(model.rules, model.outputs).items()
+        ),
     ]
     notes += [
         f"rule {rule.name}, expire-after: the inputs have an order of their source. Where neighbouring records in it have"

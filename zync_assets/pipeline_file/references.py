@@ -1,31 +1,23 @@
-"""References to columns in expressions: their names in the lake, and the types that are plain to see.
+"""References to columns in expressions: their names in the lake, the types that are plain to see, and unknown fields.
 
-Types of expressions that are plain to see in the file, without data and without Spark.
-
-References to fields in an expression: the topic's names become the lake's names
-(``zync_assets.codecs.spark_types``).
+A pipeline file has the topics' field names. Spark sees the columns of the lake (``zync_assets.codecs.spark_types``).
 
 A name is looked for in the type of what stands before it: as it is written, else without regard to case, as Spark does.
-Variables of lambda functions have the type of the array's or map's elements that they stand for.
-
-Rewrites a pipeline's rules from the topics' field names to the lake's field names.
-
-A pipeline file has the topics' names. Spark sees the columns of the lake. This module looks up references to fields in
-the types of the raw tables. A rule's own fields get names that the staging table can hold.
+Variables of lambda functions have the type of the array's or map's elements that they stand for. A rule's own fields get names
+that the staging table can hold.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pyarrow as pa
-from sqlglot import exp
 from sqlglot.dialects.spark import Spark
 from sqlglot.tokenizer_core import Token, TokenType
 
-from zync_assets.codecs.dispatch import check_fits
 from zync_assets.codecs.fields import (
     fields_of,
     has_other_names,
@@ -33,95 +25,16 @@ from zync_assets.codecs.fields import (
     original,
     topic_type_of,
 )
-from zync_assets.codecs.spark_types import escape, lake_name, original_name, parse_ddl
-from zync_assets.errors import EtlError, SchemaError
+from zync_assets.codecs.spark_types import escape, lake_name, original_name
+from zync_assets.errors import EtlError
 from zync_assets.lake import staging
 from zync_assets.lake.raw import RawState
-from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_KINDS, is_orderly
+from zync_assets.lake.raw_files import KAFKA_TYPE
 from zync_assets.lake.staging import StagingState
-from zync_assets.pipeline import Format, Headers, Input, Pipeline, RecordShape, Rule, Shape, SideFormat
-from zync_assets.pipeline_file.expressions import SqlProblem, parse
+from zync_assets.pipeline import Headers, Pipeline, RecordShape, Rule, Shape
+from zync_assets.pipeline_file.expressions import SqlProblem
 from zync_assets.pipeline_file.view_expressions import row_type, table_with_names, with_names
 from zync_assets.spark.sql import name_sql
-
-
-def format_problem(sql: str, form: Format, inputs: Mapping[str, Input]) -> str | None:
-    """Why an output format has no form for what an expression makes; None if that is not plain to see.
-
-    ``inputs``: side (``in``, ``left``, ``right``) → input.
-    """
-    type = plain_type(sql, inputs)
-    try:
-        if type is not None:
-            check_fits(form, type)
-    except SchemaError as error:
-        return str(error)
-    return None
-
-
-def plain_type(sql: str, inputs: Mapping[str, Input]) -> pa.DataType | None:
-    """The type of an expression if its text shows the type, else None.
-
-    Such expressions are numbers, constructors of a struct, an array or a map, and bare columns of an input whose format has
-    one type. ``inputs``: side (``in``, ``left``, ``right``) → input.
-    """
-    try:
-        tree = parse(sql).tree.unnest()
-    except SqlProblem:
-        return None
-    if isinstance(tree, exp.Literal) and tree.is_number:
-        return pa.int64() if tree.is_int else pa.float64()
-    for node, type in _CONSTRUCTORS:
-        if isinstance(tree, node):
-            return type
-    if not isinstance(tree, exp.Column):
-        return None
-    side, *path = (part.name for part in tree.parts)
-    if side.lower() not in inputs:
-        return None
-    if not path:
-        return _RECORD
-    item, name = inputs[side.lower()], path[0].lower()
-    form = {"key": item.key, "value": item.value}.get(name)
-    if item.shape is not None and name in item.shape.sides:
-        return None
-    result = KAFKA_TYPE if form is None else _format_type(form)
-    for part in path[1:]:
-        if result is None or not pa.types.is_struct(result):
-            return None
-        exact = {result.field(at).name: result.field(at).type for at in range(result.num_fields)}
-        # As it is written, else without regard to case.
-        result = exact.get(part, {name.lower(): type for name, type in exact.items()}.get(part.lower()))
-    return result
-
-
-def order_problem(sql: str, path: tuple[str, ...] | None, key: SideFormat, value: SideFormat) -> str | None:
-    """Why an expression gives no order; None if that is not plain to see. ``path``: its names, where it is a plain field."""
-    item = Input("", "", key, value)
-    type = plain_type(sql, {}) if path is None else plain_type(f"in.{sql}", {"in": item})
-    if type is None or is_orderly(type):
-        return None
-    return f"is {type}, and an order is {ORDER_KINDS}; name such a field, or CAST it"
-
-
-def _format_type(form: SideFormat) -> pa.DataType | None:
-    if form.format == "bytes":
-        return pa.binary()
-    if form.format == "string":
-        return pa.string()
-    if form.format != "json":
-        return None
-    return pa.string() if form.ddl is None else parse_ddl(form.ddl)
-
-
-_RECORD = pa.struct([("kafka", KAFKA_TYPE)])
-_CONSTRUCTORS = (
-    (exp.Struct, _RECORD),
-    (exp.Array, pa.list_(pa.string())),
-    (exp.Map | exp.VarMap, pa.map_(pa.string(), pa.string())),
-)
-"""Expressions that make nested values, each with a type of that kind; what is inside does not matter."""
-
 
 _OPENING = (TokenType.L_PAREN, TokenType.L_BRACKET)
 _CLOSING = (TokenType.R_PAREN, TokenType.R_BRACKET)
@@ -132,9 +45,7 @@ _SECOND = ("aggregate", "reduce")
 def in_lake_names(sql: str, roots: Mapping[str, pa.DataType | None]) -> str:
     """The expression with the lake's names. ``roots``: what it may name (``in``, ``value``), with the lake's types, None if not
     known yet. SqlProblem for a name that two fields have but for case, where the expression does not say which one it means."""
-    return _References(
-        sql, tuple(Spark().tokenize(sql)), {name.lower(): kind for name, kind in roots.items()}
-    ).rewrite()
+    return _references(sql, roots).rewrite()
 
 
 @dataclass(frozen=True)
@@ -153,6 +64,8 @@ class _References:
     tokens: Sequence[Token]
     roots: Mapping[str, pa.DataType | None]
     variables: list[_Variable] = field(default_factory=list[_Variable])
+    unknown: dict[str, pa.DataType] = field(default_factory=dict[str, pa.DataType])
+    """Path of a field → the type that lacks it."""
 
     def rewrite(self) -> str:
         for at, token in enumerate(self.tokens):
@@ -194,13 +107,16 @@ class _References:
 
     def _path(self, at: int) -> tuple[pa.DataType | None, int, dict[int, str]]:
         """The type of the path that begins at a token, the token after it, and the lake's names of those in it."""
-        variable = self._variable(at)
+        variable, root = self._variable(at), self.tokens[at].start
         type = variable.type if variable is not None else self.roots[self.tokens[at].text.lower()]
         names: dict[int, str] = {}
         at += 1
         while True:
             if self._kind(at) == TokenType.DOT and at + 1 < len(self.tokens) and not self._is_call(at + 1):
-                names[at + 1], type = self._field(type, self.tokens[at + 1].text)
+                name, owner = self.tokens[at + 1], type
+                names[at + 1], type = self._field(owner, name.text)
+                if owner not in (None, pa.null()) and type is None:
+                    self.unknown[self.sql[root : name.end + 1]] = owner
                 at += 2
             elif self._kind(at) == TokenType.L_BRACKET:
                 type = _element(type)
@@ -262,6 +178,10 @@ class _References:
         return len(self.tokens)
 
 
+def _references(sql: str, roots: Mapping[str, pa.DataType | None]) -> _References:
+    return _References(sql, tuple(Spark().tokenize(sql)), {name.lower(): kind for name, kind in roots.items()})
+
+
 def _variable_types(function: str, type: pa.DataType | None, count: int) -> list[pa.DataType | None]:
     if type is not None and pa.types.is_map(type):
         return [type.key_type, type.item_type][:count] + [None] * (count - 2)
@@ -302,6 +222,8 @@ def _ambiguity(name: str, fields: Sequence[str]) -> SqlProblem:
 
 
 Rewrite = Callable[[str], str]
+Rewriter = Callable[[Mapping[str, pa.DataType | None]], Rewrite]
+"""Makes the function that rewrites expressions, of the names that these may begin with (``in``, ``value``) and their types."""
 
 
 def with_lake_names(pipeline: Pipeline, raw: Mapping[str, RawState | None], state: StagingState | None) -> Pipeline:
@@ -311,7 +233,7 @@ def with_lake_names(pipeline: Pipeline, raw: Mapping[str, RawState | None], stat
     EtlError for a name that may be two fields which differ in case alone.
     """
     types = {
-        topic: _record_type(None if table_state is None else table_state.schema) for topic, table_state in raw.items()
+        topic: record_type(() if table_state is None else table_state.schema) for topic, table_state in raw.items()
     }
     names_differ = any(has_other_names(type) for type in types.values())
     lake_fields: dict[str, _LakeFields] = {}
@@ -322,8 +244,29 @@ def with_lake_names(pipeline: Pipeline, raw: Mapping[str, RawState | None], stat
         sides = {
             side: lake_fields.setdefault(column, _LakeFields.of(have.get(column))) for side, column in columns.items()
         }
-        rules.append(_rule_in_lake_names(rule, types, sides, names_differ))
+        rules.append(_rewritten(rule, types, sides, partial(_rewriter, names_differ=names_differ)))
     return replace(pipeline, rules=tuple(rules))
+
+
+def lacking_fields(rule: Rule, types: Mapping[str, pa.StructType]) -> dict[str, pa.DataType]:
+    """The fields that a rule names and a record can't have: path in an expression → the type that lacks the field.
+
+    ``types``: input topic → ``struct<kafka, key, value>`` (``record_type``); a side of an unknown type is null. EtlError as
+    ``with_lake_names``.
+    """
+    found: dict[str, pa.DataType] = {}
+
+    def collector(roots: Mapping[str, pa.DataType | None]) -> Rewrite:
+        def collect(sql: str) -> str:
+            references = _references(sql, roots)
+            references.rewrite()
+            found.update(references.unknown)
+            return sql
+
+        return collect
+
+    _rewritten(rule, types, {"key": _LakeFields(), "value": _LakeFields()}, collector)
+    return found
 
 
 def shape_in_lake_names(shape: RecordShape, key: pa.DataType, value: pa.DataType) -> RecordShape:
@@ -340,10 +283,9 @@ def with_notes(type: pa.DataType) -> pa.DataType:
     return lake_type_of(topic_type_of(type))
 
 
-def _record_type(schema: pa.Schema | None) -> pa.StructType:
-    """The type of a record, ``struct<kafka, key, value>``, as far as it is known."""
-    sides = [] if schema is None else [schema.field(name) for name in ("key", "value") if name in schema.names]
-    return pa.struct([pa.field("kafka", KAFKA_TYPE), *sides])
+def record_type(sides: Iterable[pa.Field]) -> pa.StructType:
+    """The type of a record, ``struct<kafka, key, value>``, as far as it is known. ``sides``: fields, others too."""
+    return pa.struct([pa.field("kafka", KAFKA_TYPE), *(item for item in sides if item.name in ("key", "value"))])
 
 
 @dataclass
@@ -386,13 +328,15 @@ def _rewriter(roots: Mapping[str, pa.DataType | None], names_differ: bool) -> Re
     return lambda sql: in_lake_names(sql, roots) if names_differ or _ODD.search(sql) else sql
 
 
-def _rule_in_lake_names(
-    rule: Rule, types: Mapping[str, pa.StructType], lake_fields: Mapping[str, _LakeFields], names_differ: bool
+def _rewritten(
+    rule: Rule, types: Mapping[str, pa.StructType], lake_fields: Mapping[str, _LakeFields], make: Rewriter
 ) -> Rule:
+    """The rule with other expressions."""
+
     def rewriter(roots: Mapping[str, pa.DataType | None]) -> Rewrite:
         def rewrite(sql: str) -> str:
             try:
-                return _rewriter(roots, names_differ)(sql)
+                return make(roots)(sql)
             except SqlProblem as problem:
                 raise EtlError(f"rule {rule.name}: {sql}: {problem}") from None
 

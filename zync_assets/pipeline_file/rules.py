@@ -256,7 +256,7 @@ def _check_formats(placed: _Placed, rule: Rule, inputs: Mapping[str, Input | Non
     for side, shape, form in (("key", rule.key, output.key.format), ("value", rule.value, output.value.format)):
         if isinstance(shape, str) and form in ("string", "bytes"):
             # Here: few files need it, and it loads the codecs.
-            from zync_assets.pipeline_file.references import format_problem
+            from zync_assets.pipeline_file.plain_types import format_problem
 
             if (message := format_problem(shape, form, known)) is not None:
                 placed.fields.problem(side, message)

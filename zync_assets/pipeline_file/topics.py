@@ -419,7 +419,7 @@ def _order(item: Fields, key: SideFormat, value: SideFormat) -> SourceOrder | No
         return SourceOrder(domain=domain)
     path = field_path(by)
     # Here, not above: Arrow takes its time to load, and few files need it.
-    from zync_assets.pipeline_file.references import order_problem
+    from zync_assets.pipeline_file.plain_types import order_problem
 
     if message := order_problem(by, path, key, value):
         fields.problem("by", message)

@@ -1,4 +1,4 @@
-"""``zync validate`` says which outputs are not held, though the file does not say so."""
+"""``zync validate`` says which outputs are not held, though the file does not say so, and which fields are null."""
 
 from __future__ import annotations
 
@@ -86,3 +86,18 @@ transforms:
         assert done.exit_code == 0, done.output
         notes.append("note: rule pair, expire-after: the inputs have an order of their source." in done.stdout)
     assert notes == [False, False, True]
+
+
+def test_a_field_that_the_schema_lacks_is_a_note_or_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "shop.yaml"
+    lines = ["out: Out", "key: left.key", "value: {v: left.value.w}"]
+    path.write_text(FILE.replace("RULE", "\n    ".join(lines)).replace(" OPTIONS", ""))
+    done = CliRunner().invoke(main, ["validate", str(path)])
+    lack = "rule pair: left.value.w: the input's schema has no such field; there are id, v"
+    assert (done.exit_code, done.stdout.splitlines()[1:]) == (
+        0,
+        [f"note: {lack}. The field is null, by missing-field: null"],
+    )
+    path.write_text("missing-field: fail" + path.read_text())
+    done = CliRunner().invoke(main, ["validate", str(path)])
+    assert (done.exit_code, done.stdout) == (1, f"{path}: {lack}\n")

@@ -6,9 +6,8 @@ import pyarrow as pa
 import pytest
 
 from zync_assets.codecs.fields import lake_type_of
-from zync_assets.pipeline import Input, SideFormat
 from zync_assets.pipeline_file.expressions import SqlProblem
-from zync_assets.pipeline_file.references import in_lake_names, plain_type
+from zync_assets.pipeline_file.references import in_lake_names
 
 ITEM = pa.struct([("Name", pa.string()), ("name", pa.string()), ("a b", pa.int32())])
 VALUE = pa.struct(
@@ -66,9 +65,3 @@ def test_a_name_that_may_be_two_fields_is_an_error(sql: str) -> None:
 
 def test_a_field_that_is_not_known_yet_has_the_name_that_it_will_have() -> None:
     assert in_lake_names("in.value.`a b` = in.value.c", {"in": None}) == "in.value.`a%20b` = in.value.c"
-
-
-def test_types_in_the_file_are_of_the_exact_name_first() -> None:
-    item = Input("rows", "Raw", SideFormat("string"), SideFormat("json", "Name string, name int, `a b` int"))
-    found = {name: plain_type(f"in.value.{name}", {"in": item}) for name in ("Name", "name", "`A b`")}
-    assert found == {"Name": pa.string(), "name": pa.int32(), "`A b`": pa.int32()}
