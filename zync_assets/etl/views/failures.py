@@ -21,6 +21,7 @@ from zync_assets.etl.views.key_filter import plain_field
 from zync_assets.etl.views.maintenance import Maintenance
 from zync_assets.etl.views.query import KEY, ORD, Query, V
 from zync_assets.etl.views.tables import TableType, table_of
+from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
 from zync_assets.pipeline_file.view_expressions import aggregated, grouped, has_aggregates, ordered
@@ -123,9 +124,18 @@ def _view_checks(spark: SparkSession, query: Query, kinds: Mapping[str, TableTyp
 
 def _common_type(spark: SparkSession, kinds: Mapping[str, TableType], one: str, other: str) -> str:
     """The type, as SQL, by which a join compares two expressions over rows. ``kinds``: by alias."""
-    rows = (f"CAST(NULL AS {type_sql(kind.state_row)}) AS {name_sql(alias)}" for alias, kind in kinds.items())
-    frame = spark.range(1).selectExpr(*rows).selectExpr(f"coalesce({one}, {other}) AS it")
-    return type_sql(frame.schema["it"].dataType)
+    rows = [f"CAST(NULL AS {type_sql(kind.state_row)}) AS {name_sql(alias)}" for alias, kind in kinds.items()]
+    place = one, other, *rows
+    found = _COMMON_TYPES.get(place)
+    if found is None:
+        frame = spark.range(1).selectExpr(*rows).selectExpr(f"coalesce({one}, {other}) AS it")
+        found = type_sql(frame.schema["it"].dataType)
+        _COMMON_TYPES.put(place, found)
+    return found
+
+
+_COMMON_TYPES: RecentCache[tuple[str, ...], str] = RecentCache(1_000)
+"""The known answers of ``_common_type``. Each batch has the same questions."""
 
 
 def view_failures(maintenance: Maintenance) -> dict[Place, Failure]:
