@@ -245,9 +245,6 @@ def plan_etl(
     partition) → the offset that the batch must not reach, 0 for other partitions; None: the batch has no such limit. Raises
     EtlError for a raw table that was replaced.
     """
-    # Here alone: Spark's workers load this module, and need no SQL parser.
-    from zync_assets.etl.views.tables import new_views
-
     # Reads against the flow of the data, because another process may commit meanwhile: published, staging, raw.
     verified = publication.verified_ends(pipeline.lake, pool, [item.topic for item in pipeline.outputs_of(pool)])
     state = staging.open_staging(pipeline.lake, pool)
@@ -282,7 +279,7 @@ def plan_etl(
     retry = replace(retry, waiting=(*retry.waiting, *renamed_rules(pipeline, pool, head)))
     reopening = reopen(pipeline, pool, state, states, retry)
     waits = waits_of(pipeline, pool, state)
-    views = new_views(pipeline.rules_of(pool), state)
+    views = _new_views(pipeline, pool, states, state)
     if any(ranges.values()) or reopening.parts or waits.overdue or views:
         # A batch reads old records of every input that wait for a new one.
         for found in states.values():
@@ -422,3 +419,16 @@ def transform(
                 f"pool {plan.pool}: the slice of {topic} is not of batch {plan.head.batch + 1}; read it again"
             )
     return EtlBatch(plan, slices, lazy_session(spark))
+
+
+def _new_views(
+    pipeline: Pipeline, pool: str, states: Mapping[str, RawState | None], state: StagingState | None
+) -> tuple[str, ...]:
+    """The views without a result whose tables the pool has. The state has the tables by the lake's names."""
+    if not any(rule.view is not None for rule in pipeline.rules_of(pool)):
+        return ()
+    # Here alone: Spark's workers load this module, and need no SQL parser.
+    from zync_assets.etl.views.tables import new_views
+    from zync_assets.pipeline_file.references import with_lake_names
+
+    return new_views(with_lake_names(pipeline, states, state).rules_of(pool), state)

@@ -99,13 +99,17 @@ def test_an_output_keeps_its_result_under_another_name_and_refuses_another_defin
     assert pool.it.etl() is None
 
 
+@pytest.mark.parametrize("row", ["value", "struct(value.id, value.n, value.`first name` AS name)"])
 def test_a_new_view_over_known_tables_needs_no_new_record(
-    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, row: str
 ) -> None:
+    """Also if the lake spells a name of the table otherwise."""
     pool = Pool(services, spark, tmp_path, unique, "n: o.n")
+    table = f"{{topic: {unique}, row: '{row}'}}"
+    pool.edit(f"tables: {{o: {unique}}}", f"tables: {{o: {table}}}")
     pool.step({"id": 1, "n": 1}, {"id": 2, "n": 2})
     path = pool.it.pipeline.path
-    view = f"  - {{name: more, type: view, tables: {{p: {unique}}}, from: p, key: p.id, value: {{m: p.n}}, out: {unique}.b}}\n"
+    view = f"  - {{name: more, type: view, tables: {{p: {table}}}, from: p, key: p.id, value: {{m: p.n}}, out: {unique}.b}}\n"
     path.write_text(path.read_text() + view)
     pool.it = pool.it.loaded()
     assert pool.it.etl() is not None
