@@ -42,6 +42,7 @@ from zync_assets.etl.rules.shapes import (
     expression_type,
     own_type,
     shape_type,
+    uncollated,
     unify,
     void_fields,
 )
@@ -121,7 +122,7 @@ def _output_type(
     for name, rule in rules.items():
         try:
             if (found := _rule_types(rule, frames, state)) is not None:
-                made[name] = found
+                made[name] = uncollated(found[0]), uncollated(found[1])
         except EtlError as error:
             if assignment.has_schema(frames[rule.topics[0]]):
                 raise

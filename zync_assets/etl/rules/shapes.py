@@ -148,6 +148,19 @@ def nullable(kind: DataType) -> DataType:
     return kind
 
 
+def uncollated(kind: DataType) -> DataType:
+    """The type without collations, which the lake does not keep."""
+    from pyspark.sql.types import ArrayType, MapType, StringType, StructField, StructType
+
+    if isinstance(kind, StructType):
+        return StructType([StructField(item.name, uncollated(item.dataType), item.nullable) for item in kind])
+    if isinstance(kind, ArrayType):
+        return ArrayType(uncollated(kind.elementType), kind.containsNull)
+    if isinstance(kind, MapType):
+        return MapType(uncollated(kind.keyType), uncollated(kind.valueType), kind.valueContainsNull)
+    return StringType() if isinstance(kind, StringType) else kind
+
+
 def unify(parts: Iterable[tuple[str, DataType]], topic: str, side: str, table: DataType | None = None) -> DataType:
     """One type with the fields of every rule, in the order of their appearance.
 

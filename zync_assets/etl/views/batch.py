@@ -31,11 +31,12 @@ from zync_assets.etl.views.changes import (
     untyped_facts,
     write_changes,
 )
+from zync_assets.etl.views.differences import DUPLICATE
 from zync_assets.etl.views.event_rows import EventRows
 from zync_assets.etl.views.failures import check_places, row_checks, table_failures, view_failures, with_reason
 from zync_assets.etl.views.key_filter import checkpoint
 from zync_assets.etl.views.maintenance import Maintenance
-from zync_assets.etl.views.query import DUPLICATE, Query, rule_types
+from zync_assets.etl.views.query import Query, rule_types
 from zync_assets.etl.views.rebuild import differences, raw_rows
 from zync_assets.etl.views.state import StateFiles, StateReader, state_files
 from zync_assets.etl.views.state_index import indexed_columns, join_columns, write_index

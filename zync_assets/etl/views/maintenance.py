@@ -1,7 +1,7 @@
 """The maintenance of a view: from the changes of its tables to the differences of its result.
 
-1. ``touched``: the keys of the view that the changes touch. From each changed row, before and after, joins lead along the join
-   tree to the tables of the view's key.
+1. ``touched``: the keys of the view that the changes touch, and which records do. From each changed row, before and after,
+   joins lead along the join tree to the tables of the view's key.
 2. ``rows``: the rows that contribute to these keys, table by table from the key outwards, before and after the batch.
 3. ``differences``: the results for these keys before and after, compared.
 
@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from zync_assets.codecs.spark_types import arrow_frame
-from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
+from zync_assets.errors import EtlError
+from zync_assets.etl.failures import Failure, Place
 from zync_assets.etl.rules.kind import Columns, Ordering, OutputColumns
 from zync_assets.etl.views.changes import Change, RowFailures, cause_sql, no_cause_sql
+from zync_assets.etl.views.differences import differences, keyless_failures, outputs
 from zync_assets.etl.views.key_filter import (
     KeyFilter,
     cast_sql,
@@ -40,8 +42,6 @@ from zync_assets.etl.views.query import (
     ORD,
     Query,
     V,
-    differences,
-    outputs,
     same_sql,
 )
 from zync_assets.etl.views.state import Places, Range, StateFiles, StateReader, is_few
@@ -107,13 +107,12 @@ class Maintenance:
             joined = self.joined_rows(touched, few=few)
             if joined is None:
                 return None
-            found = checkpoint(
-                differences(query, query.results(joined), self.types[0], all_new=self.all_new), eager=not self.small
-            )
+            made = differences(query, query.results(joined), self.types[0], all_new=self.all_new)
+            found = checkpoint(made if touched is None else self._caused(made, touched), eager=not self.small)
             keyless = null_sql(KEY, self.types[0])
             [row] = found.selectExpr("count(*) AS count", f"count_if({keyless}) AS keyless").collect()
             if row["keyless"]:
-                raise RowFailures(self._keyless(joined))
+                raise RowFailures(self._keyless(joined, found))
         return outputs(query, self.index, found, target, columns) if row["count"] or self.fresh else None
 
     def joined(self, *, where: bool = True) -> DataFrame | None:
@@ -179,10 +178,21 @@ class Maintenance:
             from pyspark.sql import functions as F
 
             mine = joined.withColumn("z_mine", F.expr(shape_sql(query.rule.key)))
-            keys = arrow_frame(self.reader.spark, touched) if isinstance(touched, pa.Table) else touched
-            other = keys.withColumnRenamed(KEY, "z_touched")
+            other = self._framed(touched).selectExpr(f"{KEY} AS z_touched")
             joined = mine.join(other, F.expr("z_mine <=> z_touched"), "left_semi").drop("z_mine")
         return joined
+
+    def _framed(self, touched: DataFrame | pa.Table) -> DataFrame:
+        return arrow_frame(self.reader.spark, touched) if isinstance(touched, pa.Table) else touched
+
+    def _caused(self, found: DataFrame, touched: DataFrame | pa.Table) -> DataFrame:
+        """Differences with the ORD and the CAUSE of their touched key. Joined rows can't say these: when the joined row of a LEFT
+        JOIN is gone, a result row comes back without a row of the batch."""
+        from pyspark.sql import functions as F
+
+        causes = self._framed(touched).withColumnRenamed(KEY, "z_touched")
+        causes = F.broadcast(causes) if isinstance(touched, pa.Table) else causes
+        return found.drop(ORD, CAUSE).join(causes, F.expr(f"{KEY} <=> z_touched"), "left").drop("z_touched")
 
     @property
     def steady(self) -> set[str]:
@@ -205,18 +215,22 @@ class Maintenance:
         return next(iter(first)), all(each == first for each in owners)
 
     def touched(self) -> DataFrame | None:
-        """The keys (column KEY) of the view that the changes touch; None if no row changed."""
+        """The keys of the view that the changes touch, each once: KEY, ORD and CAUSE of the changes. None if no row changed."""
+        from pyspark.sql import functions as F
+
         parts = [self._touched_by(alias) for alias in self.query.aliases if alias in self.changes]
         if not parts:
             return None
-        return union(parts).coalesce(1).distinct() if self.small else union(parts).distinct()
+        changes = union(parts).coalesce(1) if self.small else union(parts)
+        cause = f"array_distinct(flatten(collect_list({CAUSE}))) AS {CAUSE}"
+        return changes.groupBy(KEY).agg(F.expr(f"max({ORD}) AS {ORD}"), F.expr(cause))
 
     def _touched_by(self, alias: str) -> DataFrame:
-        """The keys that the changed rows of an alias touch."""
+        """The keys that the changed rows of an alias touch, and ORD and CAUSE of the changed row."""
         from pyspark.sql import functions as F
 
         query = self.query
-        frame = self.delta(alias).where("z_changed").select(V, name_sql(alias))
+        frame = self.delta(alias).where("z_changed").select(V, ORD, CAUSE, name_sql(alias))
         substitutes: dict[str, str] = {}
         steps = query.path(alias)
         for _, far, pairs in steps:
@@ -238,7 +252,7 @@ class Maintenance:
             equality += "" if far in self.steady else f" AND {V} = z_other"
             frame = frame.join(other, F.expr(equality)).drop("z_other")
         key = cast_sql(substituted(query.rule.key, substitutes), self.types[0])
-        return frame.selectExpr(f"{key} AS {KEY}")
+        return frame.selectExpr(f"{key} AS {KEY}", ORD, CAUSE)
 
     def _is_key(self, frame: DataFrame, one: str, other: str, far: str) -> bool:
         """Whether an expression of a frame gives the key what an equal expression of ``far`` gives it. Values of two types can be
@@ -418,18 +432,13 @@ class Maintenance:
         """ORD and CAUSE of a row that the batch does not change."""
         return no_cause_sql(self.ordering)
 
-    def _keyless(self, joined: DataFrame) -> dict[Place, Failure]:
-        """The records that complete result rows with a null key."""
-        keyless = null_sql(KEY, self.types[0])
-        rows = self.query.results(joined).where(f"{V} = 1 AND ({keyless}) AND {ORD} IS NOT NULL")
-        topics = {place: topic for topic, place in self.ordering.places.items()}
-        found: dict[Place, Failure] = {}
-        for row in (
-            rows.selectExpr(f"{ORD}.place", f"{ORD}.partition", f"{ORD}.offset")
-            .distinct()
-            .limit(MOST_FAILURES + 1)
-            .collect()
-        ):
-            at = topics[row["place"]], row["partition"], row["offset"]
-            found[at] = Failure(*at, self.query.rule.name, "key: the key of the view, or a part of it, is null")
-        return found
+    def _keyless(self, joined: DataFrame, found: DataFrame) -> dict[Place, Failure]:
+        """The records that complete result rows with a null key, by the joined rows, else by the differences ``found``."""
+        results = self.query.results(joined).where(f"{V} = 1")
+        for rows in (results, found):
+            if failures := keyless_failures(self.query, rows, self.types[0], self.ordering):
+                return failures
+        raise EtlError(
+            f"rule {self.query.rule.name}: a result row has a null key, and no record of the batch makes it. Nothing was"
+            " committed. Correct the view's key or where."
+        )

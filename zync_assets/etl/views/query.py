@@ -8,7 +8,7 @@ gives both results.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -18,10 +18,9 @@ from sqlglot.errors import SqlglotError
 
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.etl.rules.assignment import has_schema
-from zync_assets.etl.rules.kind import Columns, OutputColumns
 from zync_assets.etl.rules.shapes import headers_sql, nullable, type_sql
 from zync_assets.etl.views.key_filter import substituted
-from zync_assets.etl.views.tables import lake_definition, null_sql, table_of, table_type
+from zync_assets.etl.views.tables import lake_definition, table_of, table_type
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Rule, Shape, View
@@ -328,7 +327,12 @@ def rule_types(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
             for alias in query.aliases
         }
         try:
-            schema = query.results(query.joined(rows)).schema
+            results = query.results(query.joined(rows))
+            choice = (
+                [] if query.view.on_duplicate_key is None else [f"CASE WHEN {CHOICE} < {CHOICE} THEN 1 END AS choice"]
+            )
+            schema = results.selectExpr("*", *choice).schema
+            _check_key(rule, schema[KEY].dataType)
         except (AnalysisException, ParseException) as error:
             condition = error.getCondition() or ""
             if any(part in condition for part in _UNORDERED) and "MAP" in str(error):
@@ -342,11 +346,23 @@ def rule_types(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
     return found
 
 
+def _check_key(rule: Rule, kind: DataType) -> None:
+    """EtlError for a key that Spark does not compare, or by which it takes two texts for one."""
+    text = kind.simpleString()
+    if "map<" in text or "variant" in text:
+        raise EtlError(
+            f"rule {rule.name}, key: it is {text}, and Spark compares no such keys. Write to_json(...) of it."
+        )
+    if " collate " in text:
+        cure = "Write lower(...) of the text, or CAST it AS STRING COLLATE UTF8_BINARY."
+        raise EtlError(f"rule {rule.name}, key: it is {text}, and takes two texts for one key. {cure}")
+
+
 _MISSING = ("FIELD_NOT_FOUND", "UNRESOLVED_COLUMN")
 _NO_FIELD = (
     "A view names fields that its tables have. Nothing was done. Correct the name, or wait for a record with the field."
 )
-_UNORDERED = ("INVALID_ORDERING_TYPE", "NOT_ORDERABLE", "MAP_TYPE")
+_UNORDERED = ("INVALID_ORDERING_TYPE", "NOT_ORDERABLE", "MAP_TYPE", "UNSUPPORTED_INPUT_TYPE")
 _NO_MAP = (
     "Spark compares no maps beside an aggregate or in a collection. Write map_entries(...) of the map, or to_json(...)."
 )
@@ -356,88 +372,11 @@ CAUSES = "ARRAY<STRUCT<place: INT, partition: INT, offset: BIGINT>>"
 
 
 def same_sql(one: str, other: str, kind: DataType) -> str:
-    """Whether two values are equal; two nulls are."""
-    return f"({_comparable(one, kind)} <=> {_comparable(other, kind)})"
-
-
-def _comparable(sql: str, kind: DataType) -> str:
-    # Spark compares no maps.
+    """Whether two values are the same; two nulls are."""
     text = kind.simpleString()
-    return json_sql(sql) if "map<" in text or "variant" in text else sql
-
-
-DUPLICATE = "[duplicate key] "
-"""Marks the text of a task's error."""
-
-
-def differences(query: Query, results: DataFrame, key_type: DataType, *, all_new: bool) -> DataFrame:
-    """The keys whose result differs: KEY, VALUE and HEADERS (null: the result has no such key any more), ORD,
-    CAUSE. The frame fails for several result rows with one key. ``all_new``: there was no result before."""
-    from pyspark.sql import functions as F
-
-    chosen = query.view.on_duplicate_key is not None
-    keys = query.key_columns
-    # A value that is null is a tombstone: the result has no such row.
-    results = results.where(f"{VALUE} IS NOT NULL OR {COPIES} > 1")
-    if all_new and query.groups and not chosen:
-        # A row for each key.
-        return results.selectExpr(f"{_checked(query, key_type, COPIES, TEXTS)} AS {KEY}", VALUE, HEADERS, ORD, CAUSE)
-    row = f"struct({VALUE}, {HEADERS})"
-
-    def picked(v: int) -> str:
-        best = f"struct({CHOICE}, {json_sql(VALUE)})"
-        made = f"max_by({row}, {best})" if chosen else f"any_value({row})"
-        return f"{made} FILTER (WHERE {V} = {v})"
-
-    columns = [
-        f"any_value({KEY}) AS {KEY}",
-        f"max({ORD}) AS {ORD}",
-        f"array_distinct(flatten(collect_list({CAUSE}))) AS {CAUSE}",
-        f"{picked(1)} AS after",
-    ]
-    columns.append(
-        "CAST(0 AS BIGINT) AS copies" if chosen else f"coalesce(sum({COPIES}) FILTER (WHERE {V} = 1), 0) AS copies"
-    )
-    if not chosen:
-        columns += [f"max({TEXTS}) AS texts"]
-        columns += [
-            f"{name}(struct({VALUE} AS value)) FILTER (WHERE {V} = 1) AS z_{name}" for name in ("first", "last")
-        ]
-    if not all_new:
-        columns.append(f"{picked(0)} AS before")
-    found = results.groupBy(*keys).agg(*map(F.expr, columns))
-    if not all_new:
-        kind = found.schema["after"].dataType
-        found = found.where(f"copies > 1 OR NOT {same_sql('before', 'after', kind)}")
-    both = ", ".join(f"to_json({name})" for name in ("z_first", "z_last"))
-    texts = f"coalesce(texts, concat(least({both}), ' and ', greatest({both})))"
-    key = KEY if chosen else _checked(query, key_type, "copies", texts)
-    sides = (f"after.{name} AS {name}" for name in (VALUE, HEADERS))
-    return found.selectExpr(f"{key} AS {KEY}", *sides, ORD, CAUSE)
-
-
-def _checked(query: Query, key_type: DataType, copies: str, texts: str) -> str:
-    """A key as SQL. It fails for several result rows with the key."""
-    begin = text_sql(f"{DUPLICATE}view {query.rule.name}: two result rows have the key ")
-    text = f"concat({begin}, to_json(struct({KEY} AS key)), ': ', {texts})"
-    several = f"{copies} > 1 AND NOT ({null_sql(KEY, key_type)})"
-    return f"CASE WHEN {several} THEN raise_error({text}) ELSE {KEY} END"
-
-
-def outputs(query: Query, index: int, found: DataFrame, target: OutputColumns, columns: Columns) -> DataFrame:
-    """The differences as result rows. ``index``: the rule's."""
-    # The columns hold what the rule makes: the rule's shapes are their names.
-    rule = replace(query.rule, key=KEY, value=VALUE, headers=HEADERS if target.headers else None, keep=None)
-    if query.rule.headers is None:
-        rule = replace(rule, headers=None)
-    at = f"named_struct('place', {ORD}.place, 'partition', {ORD}.partition, 'offset', {ORD}.offset)"
-    return found.selectExpr(
-        "'out' AS kind",
-        f"{index} AS rule",
-        f"{ORD} AS ord",
-        f"sort_array({CAUSE}) AS source",
-        f"CAST(array_position(sort_array({CAUSE}), {at}) - 1 AS INT) AS last",
-        "0 AS waited",
-        "CAST(NULL AS BIGINT) AS hash",
-        *(f"{sql} AS {name_sql(name)}" for name, sql in columns(rule, target)),
-    )
+    same, texts = f"({one} <=> {other})", f"({json_sql(one)} <=> {json_sql(other)})"
+    # Spark compares no maps, and collated texts not letter by letter.
+    if any(name in text for name in ("map<", "variant", " collate ")):
+        return texts
+    # For Spark, -0.0 equals 0.0, but expressions tell them apart.
+    return f"CASE WHEN {same} THEN {texts} ELSE false END" if "double" in text or "float" in text else same

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TEXT = """
 inputs:
   - {{topic: {topic}, pool: Raw, format: json, key-schema: id int,
-     value-schema: "id int, n int, at timestamp, tags map<string, int>, `first name` string"}}
+     value-schema: "id int, n int, d double, at timestamp, tags map<string, int>, `first name` string"}}
 outputs:
   - {{topic: {topic}.a, pool: Staging, format: json, create: {{}}}}
   - {{topic: {topic}.b, pool: Staging, format: json, create: {{}}}}
@@ -116,3 +116,61 @@ def test_a_new_view_over_known_tables_needs_no_new_record(
     assert pool.it.etl() is None
     assert sorted(value["m"] for value in pool.it.values(f"{unique}.b")) == [1, 2]
     assert pool.it.classes(unique) == {"done": 2}
+
+
+def test_minus_zero_is_another_value_than_zero_and_the_same_key(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """Spark takes the two for equal, and groups them. Expressions tell them apart."""
+    pool = Pool(services, spark, tmp_path, unique, "t: CAST(o.d AS string), n: o.n")
+    view = "  - {{name: more, type: view, tables: {{p: {0}}}, from: p, key: {{{1}}}, value: {{n: p.n}}, out: {0}.b}}\n"
+    path = pool.it.pipeline.path
+    path.write_text(path.read_text() + view.format(unique, "d: p.d"))
+    pool.it = pool.it.loaded()
+    for row in ({"d": -0.0, "n": 1}, {"d": 0.0, "n": 1}, {"d": 0.0, "n": 2}):
+        pool.step({"id": 1, **row})
+    assert [value["t"] for value in pool.it.values(f"{unique}.a")] == ["-0.0", "0.0", "0.0"]
+    keys = [json.dumps(row["key"]) for row in pool.it.staged(f"{unique}.b")]
+    assert set(keys) == {'{"d": 0.0}'}
+    pool.it.send(unique, (json.dumps({"id": 1}), None))
+    pool.it.step()
+    assert pool.it.staged(f"{unique}.b")[-1]["value"] is None
+
+
+def test_a_collation_of_a_value_stays_out_of_the_lake(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    pool = Pool(services, spark, tmp_path, unique, "t: o.`first name` COLLATE UTF8_LCASE")
+    pool.step({"id": 1, "first name": "Ann"})
+    pool.step({"id": 1, "first name": "ann"}, {"id": 2})
+    assert [value["t"] for value in pool.it.values(f"{unique}.a")] == ["Ann", "ann", None]
+
+
+@pytest.mark.parametrize(
+    ("key", "more", "error"),
+    [
+        ("{m: o.tags}", "", r"rule old, key: it is struct<m:map<.*>>, and Spark compares no such keys. Write to_json"),
+        ("{t: o.`first name` COLLATE UTF8_LCASE}", "", r"rule old, key: .* takes two texts for one key. Write lower"),
+        ("{id: o.id}", "on-duplicate-key: o.tags, ", r"rule old: Spark compares no maps .* Write map_entries"),
+    ],
+)
+def test_a_key_and_a_choice_that_spark_does_not_compare_are_refused_before_the_first_batch(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, key: str, more: str, error: str
+) -> None:
+    pool = Pool(services, spark, tmp_path, unique, "n: o.n")
+    pool.edit("key: {id: o.id}", f"{more}key: {key}")
+    pool.it.send(unique, (json.dumps({"id": 1}), {"id": 1, "tags": {"a": 1}}))
+    pool.it.ingest()
+    with pytest.raises(EtlError, match=error):
+        pool.it.etl()
+
+
+def test_of_equal_rows_with_one_key_the_headers_choose(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """The choice does not depend on the order of the rows."""
+    pool = Pool(services, spark, tmp_path, unique, "n: 1")
+    pool.edit("key: {id: o.id}", "on-duplicate-key: o.d, headers: {h: CAST(o.id AS string)}, key: {n: o.n}")
+    for at in (5, 3, 4, 1):
+        pool.step({"id": at, "n": 1})
+    assert [item["value"] for row in pool.it.staged(f"{unique}.a") for item in row["headers"]] == [b"5"]

@@ -459,3 +459,63 @@ def test_rows_that_no_view_can_show(make: Make) -> None:
     with pytest.raises(EtlError, match=r'two result rows have the key .*"customer":7.*"id":1.*"id":3') as caught:
         shop.it.etl()
     assert "on-duplicate-key" in str(caught.value) and "z_" not in str(caught.value)
+
+
+ABSENT = {
+    "from: o LEFT JOIN c ON c.id = o.customer\nwhere: c.id IS NULL\nkey: {id: o.id}\nvalue: {x: o.status}": """
+        SELECT {'id': o.id}, {'x': o.status} FROM o LEFT JOIN c ON c.id = o.customer WHERE c.id IS NULL""",
+    "from: o LEFT JOIN c ON c.id = o.customer\nwhere: c.id IS NULL\nkey: {s: o.status}\nvalue: {n: count(*)}": """
+        SELECT {'s': o.status}, {'n': count(*)} FROM o LEFT JOIN c ON c.id = o.customer WHERE c.id IS NULL GROUP BY o.status""",
+    "from: o LEFT JOIN c ON c.id = o.customer\nkey: {id: o.id}\nvalue: CASE WHEN c.id IS NULL THEN struct(o.status AS x) END": """
+        SELECT {'id': o.id}, {'x': o.status} FROM o LEFT JOIN c ON c.id = o.customer WHERE c.id IS NULL""",
+    "from: l LEFT JOIN o ON o.id = l.order_id LEFT JOIN c ON c.id = o.customer\nwhere: coalesce(c.name, '') <> 'x'\n"
+    "key: {id: l.id}\nvalue: {q: l.qty, s: o.status}": """
+        SELECT {'id': l.id}, {'q': l.qty, 's': o.status}
+        FROM l LEFT JOIN o ON o.id = l.order_id LEFT JOIN c ON c.id = o.customer WHERE coalesce(c.name, '') <> 'x'""",
+}  # fmt: skip
+"""Views whose rows come and go with the absence of a joined row, each with its query for DuckDB."""
+
+
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_rows_that_a_joined_row_takes_away_come_back_when_it_is_gone(
+    make: Make, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if large:
+        monkeypatch.setattr(positions, "SMALL", 0)
+    shop = make(*ABSENT)
+    queries = {f"{shop.topics['o'][:-2]}.out{at}": sql for at, sql in enumerate(ABSENT.values())}
+    shop.send("o", (1, {"customer": 7, "status": "a"}), (2, {"customer": 8, "status": "a"}))
+    shop.send("l", (1, {"order_id": 1, "qty": 1}), (2, {"order_id": 3, "qty": 2}))
+    shop.send("c", (9, {"name": "Zoe"}))
+    shop.it.step()
+    shop.check(queries)
+    for records in (
+        {"c": [(7, {"name": "Ann"})]},
+        {"c": [(8, {"name": "Ben"})], "o": [(3, {"customer": 7, "status": "b"})]},
+        {"c": [(7, None)]},
+        {"c": [(7, {"name": "x"}), (8, None)], "o": [(1, {"customer": 9, "status": "a"})]},
+        {"o": [(1, {"customer": 7, "status": "b"}), (3, None)], "c": [(7, {"name": "y"})]},
+        {"c": [(7, None), (8, {"name": "Bob"})], "l": [(1, {"order_id": 3, "qty": 1})]},
+    ):
+        for alias, each in records.items():
+            shop.send(alias, *each)
+        shop.it.step()
+        shop.check(queries)
+        assert all(len(row["source"]) > 0 for topic in queries for row in shop.it.staged(topic))
+
+
+def test_the_deletion_that_brings_a_row_with_a_null_key_back_goes_into_quarantine(make: Make) -> None:
+    """The row has no record of the batch; its touched key has."""
+    shop = make(
+        "from: o LEFT JOIN c ON c.id = o.customer\nwhere: c.id IS NULL\nkey: {s: o.status}\nvalue: {n: count(*)}"
+    )
+    [out] = [item.topic for item in shop.it.pipeline.outputs]
+    shop.send("o", (1, {"customer": 7}), (2, {"customer": 8, "status": "a"}))
+    shop.send("c", (7, {"name": "Ann"}))
+    shop.it.step()
+    shop.send("c", (7, None))
+    shop.it.step()
+    assert shop.it.classes(shop.topics["c"]) == {"done": 1, "quarantined": 1}
+    shop.send("o", (3, {"customer": 8, "status": "a"}))
+    shop.it.step()
+    assert shop.folded(out) == {'{"s": "a"}': {"n": 2}}

@@ -1,0 +1,135 @@
+"""The differences of a view's result: before and after a batch, key by key, as result rows of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
+from zync_assets.etl.rules.kind import Columns, Ordering, OutputColumns
+from zync_assets.etl.rules.shapes import type_sql
+from zync_assets.etl.views.query import (
+    CAUSE,
+    CHOICE,
+    COPIES,
+    HEADERS,
+    KEY,
+    ORD,
+    TEXTS,
+    VALUE,
+    Query,
+    V,
+    same_sql,
+)
+from zync_assets.etl.views.tables import null_sql
+from zync_assets.spark.sql import json_sql, name_sql, text_sql
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType
+
+DUPLICATE = "[duplicate key] "
+"""Marks the text of a task's error."""
+
+
+def differences(query: Query, results: DataFrame, key_type: DataType, *, all_new: bool) -> DataFrame:
+    """The keys whose result differs: KEY, VALUE and HEADERS (null: the result has no such key any more), ORD,
+    CAUSE. The frame fails for several result rows with one key. ``all_new``: there was no result before."""
+    from pyspark.sql import functions as F
+
+    chosen = query.view.on_duplicate_key is not None
+    keys = query.key_columns
+    # A value that is null is a tombstone: the result has no such row.
+    results = results.where(f"{VALUE} IS NOT NULL OR {COPIES} > 1")
+    if all_new and query.groups and not chosen:
+        # A row for each key.
+        return results.selectExpr(f"{_checked(query, key_type, COPIES, TEXTS)} AS {KEY}", VALUE, HEADERS, ORD, CAUSE)
+    row = f"struct({VALUE}, {HEADERS})"
+
+    def picked(v: int) -> str:
+        best = f"struct({CHOICE}, {json_sql(row)})"
+        made = f"max_by({row}, {best})" if chosen else f"any_value({row})"
+        return f"{made} FILTER (WHERE {V} = {v})"
+
+    columns = [
+        f"any_value({KEY}) AS {KEY}",
+        f"max({ORD}) AS {ORD}",
+        f"array_distinct(flatten(collect_list({CAUSE}))) AS {CAUSE}",
+        f"{picked(1)} AS after",
+    ]
+    columns.append(
+        "CAST(0 AS BIGINT) AS copies" if chosen else f"coalesce(sum({COPIES}) FILTER (WHERE {V} = 1), 0) AS copies"
+    )
+    if not chosen:
+        columns += [f"max({TEXTS}) AS texts"]
+        columns += [
+            f"{name}(struct({VALUE} AS value)) FILTER (WHERE {V} = 1) AS z_{name}" for name in ("first", "last")
+        ]
+    if not all_new:
+        columns.append(f"{picked(0)} AS before")
+    found = results.groupBy(*keys).agg(*map(F.expr, columns))
+    if not all_new:
+        kind = found.schema["after"].dataType
+        found = found.where(f"copies > 1 OR NOT {same_sql('before', 'after', kind)}")
+    both = ", ".join(f"to_json({name})" for name in ("z_first", "z_last"))
+    texts = f"coalesce(texts, concat(least({both}), ' and ', greatest({both})))"
+    key = _plain_zeros(KEY, key_type) if chosen else _checked(query, key_type, "copies", texts)
+    sides = (f"after.{name} AS {name}" for name in (VALUE, HEADERS))
+    return found.selectExpr(f"{key} AS {KEY}", *sides, ORD, CAUSE)
+
+
+def _checked(query: Query, key_type: DataType, copies: str, texts: str) -> str:
+    """A key as SQL. It fails for several result rows with the key."""
+    begin = text_sql(f"{DUPLICATE}view {query.rule.name}: two result rows have the key ")
+    text = f"concat({begin}, to_json(struct({KEY} AS key)), ': ', {texts})"
+    several = f"{copies} > 1 AND NOT ({null_sql(KEY, key_type)})"
+    return f"CASE WHEN {several} THEN raise_error({text}) ELSE {_plain_zeros(KEY, key_type)} END"
+
+
+def _plain_zeros(sql: str, kind: DataType) -> str:
+    """A key with 0.0 in place of -0.0: Spark groups the two as one key, and consumers fold keys by their bytes."""
+    from pyspark.sql import types as spark
+
+    if not any(name in kind.simpleString() for name in ("float", "double")):
+        return sql
+    if isinstance(kind, spark.StructType):
+        each = (f"{text_sql(it.name)}, {_plain_zeros(f'{sql}.{name_sql(it.name)}', it.dataType)}" for it in kind)
+        return f"named_struct({', '.join(each)})"
+    if isinstance(kind, spark.ArrayType):
+        return f"transform({sql}, it -> {_plain_zeros('it', kind.elementType)})"
+    return f"({sql} + CAST(0 AS {type_sql(kind)}))"
+
+
+def outputs(query: Query, index: int, found: DataFrame, target: OutputColumns, columns: Columns) -> DataFrame:
+    """The differences as result rows. ``index``: the rule's."""
+    # The columns hold what the rule makes: the rule's shapes are their names.
+    rule = replace(query.rule, key=KEY, value=VALUE, headers=HEADERS if target.headers else None, keep=None)
+    if query.rule.headers is None:
+        rule = replace(rule, headers=None)
+    at = f"named_struct('place', {ORD}.place, 'partition', {ORD}.partition, 'offset', {ORD}.offset)"
+    return found.selectExpr(
+        "'out' AS kind",
+        f"{index} AS rule",
+        f"{ORD} AS ord",
+        f"sort_array({CAUSE}) AS source",
+        f"CAST(array_position(sort_array({CAUSE}), {at}) - 1 AS INT) AS last",
+        "0 AS waited",
+        "CAST(NULL AS BIGINT) AS hash",
+        *(f"{sql} AS {name_sql(name)}" for name, sql in columns(rule, target)),
+    )
+
+
+def keyless_failures(query: Query, rows: DataFrame, kind: DataType, ordering: Ordering) -> dict[Place, Failure]:
+    """The records that complete result rows with a null key. ``rows``: with KEY, of the type ``kind``, and ORD."""
+    rows = rows.where(f"({null_sql(KEY, kind)}) AND {ORD} IS NOT NULL")
+    topics = {place: topic for topic, place in ordering.places.items()}
+    found: dict[Place, Failure] = {}
+    for row in (
+        rows.selectExpr(f"{ORD}.place", f"{ORD}.partition", f"{ORD}.offset")
+        .distinct()
+        .limit(MOST_FAILURES + 1)
+        .collect()
+    ):
+        at = topics[row["place"]], row["partition"], row["offset"]
+        found[at] = Failure(*at, query.rule.name, "key: the key of the view, or a part of it, is null")
+    return found
