@@ -16,6 +16,7 @@ from sqlglot import exp
 from sqlglot.dialects.spark import Spark
 from sqlglot.errors import SqlglotError
 
+from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.etl.rules.assignment import has_schema
 from zync_assets.etl.rules.shapes import headers_sql, nullable, type_sql
@@ -24,6 +25,7 @@ from zync_assets.etl.views.tables import lake_definition, table_of, table_type
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Rule, Shape, View
+from zync_assets.pipeline_file.fields import suggestion, word_list
 from zync_assets.pipeline_file.view_expressions import grouped, has_aggregates, ordered, with_greatest
 from zync_assets.queries import JoinStep
 from zync_assets.spark.failures import short
@@ -338,12 +340,26 @@ def rule_types(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
             if any(part in condition for part in _UNORDERED) and "MAP" in str(error):
                 raise EtlError(f"rule {rule.name}: {_NO_MAP} Spark says: {short(error)}") from error
             if condition.startswith(_MISSING):
-                raise FieldMissing(f"rule {rule.name}: {short(error)} {_NO_FIELD}") from error
+                raise FieldMissing(f"rule {rule.name}: {_lack(query, kinds) or short(error)} {_NO_FIELD}") from error
             raise EtlError(f"rule {rule.name}: {short(error)}") from error
         headers = None if rule.headers is None else schema[HEADERS].dataType
         found = nullable(schema[KEY].dataType), nullable(schema[VALUE].dataType), headers
         _TYPES.put(place, found)
     return found
+
+
+def _lack(query: Query, kinds: Mapping[str, DataType]) -> str | None:
+    """The first column that a view names and its table lacks, and the columns of the table."""
+    from pyspark.sql.types import StructType
+
+    for alias, kind in kinds.items():
+        names = [original_name(name) for name in kind.names] if isinstance(kind, StructType) else []
+        known = {name.lower() for name in (*names, *getattr(kind, "names", ()))}
+        for wanted in query.used[alias] or ():
+            if wanted.lower() not in known:
+                cure = suggestion(wanted, names)
+                return f"table {alias} has no column `{wanted}`; it has {word_list(names)}{cure}."
+    return None
 
 
 def _check_key(rule: Rule, kind: DataType) -> None:

@@ -36,7 +36,9 @@ def made(services: Services, spark: SparkSession, folder: Path, prefix: str, tag
 
 
 NO_MAP = r"Spark compares no maps .* Write map_entries\(\.\.\.\) of the map"
-NO_FIELD = r"rule 1-view: .*`tag`.* Correct the name, or wait for a record"
+NO_FIELD = (
+    r"rule 1-view: table t has no column `tag`; it has id, of, tags; did you mean `tags`.* Correct the name, or wait"
+)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,7 @@ NO_FIELD = r"rule 1-view: .*`tag`.* Correct the name, or wait for a record"
         ("t.tags", EtlError, NO_MAP),
         ("collect_list(t.tags)", EtlError, NO_MAP),
         ("max(t.tags)", EtlError, NO_MAP),
+        ("collect_set(t.tags)", EtlError, NO_MAP),
         ("t.tag", FieldMissing, NO_FIELD),
     ],
 )
