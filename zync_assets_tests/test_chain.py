@@ -73,7 +73,8 @@ def assert_equals_model(shop: Shop, model: Model) -> None:
 @pytest.mark.parametrize(
     ("orders", "native", "sticky"),
     [
-        pytest.param(700, True, True, id="2,500 records"),
+        pytest.param(250, True, True, id="900 records"),
+        pytest.param(700, True, True, id="2,500 records", marks=pytest.mark.slow),
         pytest.param(1_500, True, True, id="5,000 records", marks=pytest.mark.slow),
         pytest.param(5_800, True, True, id="20,000 records", marks=pytest.mark.slow),
         pytest.param(28_500, True, False, id="100,000 records", marks=pytest.mark.slow),
@@ -137,6 +138,7 @@ def test_a_partial_update_has_no_other_fields(
     ]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=1,
     deadline=None,

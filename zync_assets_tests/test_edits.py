@@ -174,6 +174,7 @@ def test_rules_are_renamed_added_back_moved_and_removed(make: Make) -> None:
     assert waits(it) == [("one", "d", f"no counterpart in {it.right} yet")]
 
 
+@pytest.mark.slow
 def test_what_waits_for_a_rule_without_a_name_goes_to_the_rule_that_takes_it_when_rules_are_moved(make: Make) -> None:
     first, second = join(None, "id", "value.op = 'c'"), join(None, "v", "value.op = 'u'")
     it = make(text(first, second))

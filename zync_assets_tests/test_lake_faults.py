@@ -225,6 +225,7 @@ def test_what_another_program_does_to_a_staging_table(
     goes_on(it, [0, 1, 2, 3])
 
 
+@pytest.mark.slow
 def test_tables_that_went_back_to_a_copy(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
     """As after a backup was put back: the newer commits are not in the log any more."""
     it = begun(services, spark, tmp_path, unique)

@@ -111,6 +111,7 @@ def test_a_topic_with_an_error_stops_no_other(
     assert [outputs(pipeline, f"{topics[at]}.out") for at in others] == [expected(at - 1, 2) for at in others]
 
 
+@pytest.mark.slow
 def test_a_lost_job_is_done_again_topic_by_topic(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_the_whole_way_and_what_each_hop_reports(rig: Rig) -> None:
     assert told(again, rig.names.topic_key(rig.sales))[OPEN]["published"] == 0
 
 
+@pytest.mark.slow
 def test_each_partition_of_an_output_has_ranges_of_its_own(services: Services, tmp_path: Path, unique: str) -> None:
     one = "sales, pool: Staging, key-format: string, value-format: json, create: {"
     with make_rig(services, tmp_path, unique, file=FILE.replace(one, f"{one}partitions: 3, ")) as rig:

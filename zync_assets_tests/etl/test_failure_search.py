@@ -69,6 +69,7 @@ transforms:
 )
 
 
+@pytest.mark.slow
 def test_a_search_runs_again_only_the_rules_that_may_fail_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of many rules would take minutes for its failing records."""
     real, asked = failure_search.result_rows, list[set[str] | None]()
@@ -321,6 +322,7 @@ transforms:
 """
 
 
+@pytest.mark.slow
 def test_text_that_is_not_utf_8_gets_no_number_in_any_format(make: Make) -> None:
     it = make(TEXTS)
     kinds = ["text", "raw", "avro", "json", "connect", "headers"]

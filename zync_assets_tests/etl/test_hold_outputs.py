@@ -340,6 +340,7 @@ def rows(it: Mini) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "repair",
     [

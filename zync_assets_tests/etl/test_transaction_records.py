@@ -184,6 +184,7 @@ def test_a_transaction_is_transformed_when_all_its_changes_are_there(source: Sou
     assert {topic for topic, _ in it.head.inputs} == {it.left, it.right}
 
 
+@pytest.mark.slow
 def test_a_staging_commit_has_whole_transactions_however_many_records_they_have(source: Source) -> None:
     """The outputs do not depend on the limit of a batch."""
     it = source.it
@@ -243,6 +244,7 @@ def test_a_killed_run_never_stages_a_part_of_a_transaction(source: Source) -> No
         assert all(count == sizes[text] for text, count in Counter(texts[:end]).items()), end
 
 
+@pytest.mark.slow
 def test_a_transaction_that_stays_incomplete_is_let_through_and_named(source: Source) -> None:
     it = source.it
     source.changes(1, ("left", "c", 1, "a"), ("right", "c", 1, "new"))

@@ -159,6 +159,7 @@ def add_partitions(it: Mini, count: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["", "from: latest, "])
 def test_what_retention_took_of_a_partition_that_was_added_later_is_a_loss(make: Make, start: str) -> None:
     it = make(start, partitions=2)

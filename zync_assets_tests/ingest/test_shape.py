@@ -308,6 +308,7 @@ def test_a_side_that_is_always_null_is_null_in_the_expression() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_replay_goes_through_the_shape_that_there_is_now(make: Make) -> None:
     """Undecodable records, records that the shape still fails on, and records that it excludes stay in quarantine."""
     it = make("{value: {id: value.id, n: CAST(value.v AS INT)}}")

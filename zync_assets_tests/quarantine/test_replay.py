@@ -155,6 +155,7 @@ def test_a_replay_that_ended_before_etl_is_taken_up_by_the_next_batch(late: Late
     assert (made.counts, it.classes(it.left)) == ({"outputs": 1, "done": 1}, {"done": 3})
 
 
+@pytest.mark.slow
 def test_of_two_replays_at_once_one_is_committed(late: Late) -> None:
     it = late.it
     it.step()

@@ -249,6 +249,7 @@ def test_a_record_on_which_an_expression_fails_is_put_aside(
     assert several == [("before: where: 10 / value.id > 1 fails",)]
 
 
+@pytest.mark.slow
 def test_a_replay_writes_a_refused_record_unless_a_later_one_of_its_key_was_written(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -302,6 +303,7 @@ APPENDED = (
 )
 
 
+@pytest.mark.slow
 def test_rows_without_their_position_are_not_written_twice(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -480,6 +482,7 @@ def test_raw_tables_are_written_as_they_are_and_envelopes_as_their_rows(
     assert list(sink_awake(broken.pipeline, lambda: spark, rests)) == []
 
 
+@pytest.mark.slow
 def test_a_column_of_before_stays_where_a_record_leaves_out_its_fields(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -529,6 +532,7 @@ sinks:
 """
 
 
+@pytest.mark.slow
 def test_values_that_debezium_did_not_send_leave_columns_of_every_type(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -654,6 +658,7 @@ NO_CHANGE = (
 )
 
 
+@pytest.mark.slow
 def test_an_envelope_that_is_no_change_of_a_row_is_put_aside(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -257,6 +257,7 @@ transforms:
 """
 
 
+@pytest.mark.slow
 def test_a_missing_field_of_a_rule_changes_no_view_of_the_pool(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_view_whose_names_the_lake_spells_otherwise_stays_as_it_is(
     assert len(pool.it.staged(f"{unique}.a")) == 2
 
 
+@pytest.mark.slow
 def test_an_output_keeps_its_result_under_another_name_and_refuses_another_definition(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -137,6 +138,7 @@ def test_minus_zero_is_another_value_than_zero_and_the_same_key(
     assert pool.it.staged(f"{unique}.b")[-1]["value"] is None
 
 
+@pytest.mark.slow
 def test_a_collation_of_a_value_stays_out_of_the_lake(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -165,6 +167,7 @@ def test_a_key_and_a_choice_that_spark_does_not_compare_are_refused_before_the_f
         pool.it.etl()
 
 
+@pytest.mark.slow
 def test_of_equal_rows_with_one_key_the_headers_choose(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_value_of_any_type_that_was_not_sent_stays(
     assert state_equals_raw(it.pipeline, "Staging", lambda: spark).passed
 
 
+@pytest.mark.slow
 def test_a_key_in_two_partitions_by_time(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
     topic = f"{unique}.rows"
     text = TEXT.format(topic=topic).replace(

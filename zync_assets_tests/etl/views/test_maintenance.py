@@ -504,6 +504,7 @@ def test_rows_that_a_joined_row_takes_away_come_back_when_it_is_gone(
         assert all(len(row["source"]) > 0 for topic in queries for row in shop.it.staged(topic))
 
 
+@pytest.mark.slow
 def test_the_deletion_that_brings_a_row_with_a_null_key_back_goes_into_quarantine(make: Make) -> None:
     """The row has no record of the batch; its touched key has."""
     shop = make(
