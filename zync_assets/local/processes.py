@@ -1,26 +1,28 @@
-"""Processes beside this one: found again by a token, and Python processes with this package.
+"""Processes beside this one: services that outlive their starter, Python processes with this package, and Spark's JVM.
 
-Processes that outlive their starter. A token on the command line identifies such a process.
+A token on a service's command line identifies it.
 
 A pid alone proves nothing, because the system gives the pid to another process later. Every start makes a new token,
 and only the started process has this token. The token also finds a process whose starter died before it could write the
 pid.
 
-Python processes that this package needs beside its own: Spark's workers, a shared Spark server, a rehearsal.
-
-None of them may import from the current folder. A user's file ``re.py`` there would stand in for Python's own ``re``.
+The Python processes are Spark's workers, a shared Spark server and a rehearsal. None of them may import from the current
+folder. A user's file ``re.py`` there would stand in for Python's own ``re``.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
+import re
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -29,6 +31,13 @@ import zync_assets
 from zync_assets.errors import SetupError
 
 TOKEN_PROPERTY = "zync.service"
+
+_JUNK = b"WARNING: Using incubator modules"
+"""How the line begins that Java prints about a module which Spark asks for. No option of Java's turns it off."""
+_LAST = b"\0the end of the output of Spark's JVM\n"
+"""Ends the copy of the JVM's output. Java prints no such line."""
+_HEARD = 50
+"""The lines of the JVM's beginning that are kept for an error."""
 
 
 def token_option(token: str) -> str:
@@ -156,3 +165,43 @@ def _is_installed(root: Path) -> bool:
         [sys.executable, "-P", "-c", _ORIGIN], env=bare, capture_output=True, text=True, check=False
     )
     return answer.stdout.strip() == str(root / "zync_assets" / "__init__.py")
+
+
+@contextlib.contextmanager
+def jvm_output() -> Generator[tuple[int, Callable[[], str]]]:
+    """A file descriptor for the output of the JVM that is started within; and what gives the line by which a JVM that has
+    ended told why.
+
+    A thread copies the process's lines to this process's stderr, but for _JUNK. This process ends after the copy of all
+    lines that were written before: Java's last words may be the cause of the end.
+    """
+    source, sink = os.pipe()
+    heard: list[str] = []
+    copier = threading.Thread(target=_copy, args=(source, heard), name="output of Spark's JVM", daemon=True)
+    copier.start()
+    atexit.register(_end_copy, sink, copier)
+
+    def first_words() -> str:
+        _end_copy(sink, copier)
+        line = next((line for line in heard if re.search("Exception|Error|Invalid", line)), "".join(heard[:1]))
+        return line.rpartition("Exception: ")[2].strip()
+
+    yield sink, first_words
+
+
+def _copy(source: int, heard: list[str]) -> None:
+    with open(source, "rb", buffering=0) as lines, contextlib.suppress(OSError):
+        for line in lines:
+            words, end, _ = line.partition(_LAST)
+            if not words.startswith(_JUNK):
+                os.write(2, words)
+                if len(heard) < _HEARD:
+                    heard.append(words.decode(errors="replace"))
+            if end:
+                return
+
+
+def _end_copy(sink: int, copier: threading.Thread) -> None:
+    with contextlib.suppress(OSError):
+        os.write(sink, _LAST)
+    copier.join()

@@ -223,6 +223,10 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
 _REMOTE = re.compile(rf"sc://[^\s/;]+/?(;.*|/;.*)?|{SHARED}")
 _WRONG_REMOTE = f"must be sc://host:port, with /;token=… and the like after it where need be, or {SHARED}"
+_MASTER = re.compile(
+    r"local(\[\s*([1-9][0-9]*|\*)\s*(,\s*[0-9]+\s*)?\])?|local-cluster\[[\s0-9,]+\]|yarn|[A-Za-z][A-Za-z0-9+.-]*://\S+"
+)
+_WRONG_MASTER = "must be local, local[N], local[*], spark://host:port, yarn or k8s://https://host:port"
 _HEX = re.compile(r"hex:([0-9A-Fa-f]{2})+")
 
 
@@ -405,6 +409,8 @@ def _spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:
         spark.problem("remote", "excludes master: a session is a local or a cluster's one, or a Spark Connect server's")
     elif not _REMOTE.fullmatch(properties.get("remote", SHARED)):
         spark.problem("remote", _WRONG_REMOTE)
+    elif not _MASTER.fullmatch(properties.get("master", "local")):
+        spark.problem("master", _WRONG_MASTER)
     if "master" not in spark and "remote" not in spark:
         properties |= _check_default(fields, default)
     return properties

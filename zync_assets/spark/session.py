@@ -13,10 +13,9 @@ import logging
 import os
 import re
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from zync_assets.errors import SetupError, SparkUnavailable
 from zync_assets.local.java import find_java
-from zync_assets.local.processes import python_environment
+from zync_assets.local.processes import jvm_output, python_environment
 from zync_assets.pipeline import SHARED
 from zync_assets.private import of, private
 from zync_assets.spark import shared_servers
-from zync_assets.spark.failures import cause_line
+from zync_assets.spark.failures import cause_line, spark_failures
 from zync_assets.spark.settings import SECRET, share_classes, spark_settings
 from zync_assets.spark.sql import PINS
 
@@ -38,12 +37,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
 
-_JUNK = b"WARNING: Using incubator modules"
-"""How the line begins that Java prints about a module which Spark asks for. No option of Java's turns it off."""
-_LAST = b"\0the end of the output of Spark's JVM\n"
-"""Ends the copy of the JVM's output. Java prints no such line."""
-
-
 _COMPILER = "spark.sql.codegen.wholeStage"
 INTERPRETED = 200_000
 """The most rows that Spark handles without compiled stages."""
@@ -52,7 +45,8 @@ INTERPRETED = 200_000
 def local_session(settings: Mapping[str, str]) -> SparkSession:
     """The session of this process, made at the first call.
 
-    SetupError if there is no Java that Spark runs on, or if the JVM runs already and lacks jars that ``settings`` name.
+    SetupError if there is no Java that Spark runs on, if Spark refuses the settings, or if the JVM runs already and lacks jars
+    that ``settings`` name.
     """
     from pyspark.sql import SparkSession
 
@@ -61,7 +55,8 @@ def local_session(settings: Mapping[str, str]) -> SparkSession:
     builder = SparkSession.builder
     for name, value in settings.items():
         builder = builder.config(name, value)
-    session = builder.getOrCreate()
+    with spark_failures(_unstarted):
+        session = builder.getOrCreate()
     if jars := settings.get("spark.jars"):
         # Spark reads the list once, as the JVM starts.
         started = session.sparkContext.getConf().get("spark.jars", "")
@@ -71,6 +66,10 @@ def local_session(settings: Mapping[str, str]) -> SparkSession:
                 " pipeline of the process started the JVM: use a process for each of the two, or begin with this pipeline."
             )
     return prepare(session)
+
+
+def _unstarted(reason: str) -> SetupError:
+    return SetupError(f"Spark did not start: {reason.rstrip('.')}. Correct master: or a property under spark:.")
 
 
 def set_compiler(session: SparkSession, spark: Mapping[str, str], rows: int) -> None:
@@ -109,6 +108,7 @@ def start_jvm(settings: Mapping[str, str]) -> None:
     the secret settings through the open connection.
     """
     from pyspark import SparkConf
+    from pyspark.errors import PySparkRuntimeError
     from pyspark.java_gateway import launch_gateway
 
     # PySpark would go where they say, whatever the settings are.
@@ -125,8 +125,12 @@ def start_jvm(settings: Mapping[str, str]) -> None:
         start: Any = private("pyspark", "pyspark.SparkContext", "_ensure_initialized")
         # Spark's Python workers inherit the environment of the JVM.
         # The JVM ends later than this process. Who reads this process's stdout to its end does not wait for the JVM.
-        with _variables(python_environment()), _filtered_output() as output:
-            start(gateway=launch_gateway(public, {"stdout": output, "stderr": output}))
+        with _variables(python_environment()), jvm_output() as (output, first_words):
+            try:
+                gateway = launch_gateway(public, {"stdout": output, "stderr": output})
+            except PySparkRuntimeError as error:
+                raise _unstarted(first_words() or cause_line(error)) from None
+            start(gateway=gateway)
 
 
 @contextmanager
@@ -142,36 +146,6 @@ def _variables(values: Mapping[str, str]) -> Generator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _filtered_output() -> Generator[int]:
-    """A file descriptor for the output of a process that is started within.
-
-    A thread copies the process's lines to this process's stderr, but for _JUNK. This process ends after the copy of all
-    lines that were written before: Java's last words may be the cause of the end.
-    """
-    source, sink = os.pipe()
-    copier = threading.Thread(target=_copy, args=(source,), name="output of Spark's JVM", daemon=True)
-    copier.start()
-    atexit.register(_end_copy, sink, copier)
-    yield sink
-
-
-def _copy(source: int) -> None:
-    with open(source, "rb", buffering=0) as lines, suppress(OSError):
-        for line in lines:
-            words, end, _ = line.partition(_LAST)
-            if not words.startswith(_JUNK):
-                os.write(2, words)
-            if end:
-                return
-
-
-def _end_copy(sink: int, copier: threading.Thread) -> None:
-    with suppress(OSError):
-        os.write(sink, _LAST)
-    copier.join()
 
 
 ANSWER_SECONDS = 10.0
@@ -429,7 +403,6 @@ def _identity(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def _main(folder: Path) -> None:
-
     spark = spark_session({"master": "local[2]"})
     gateway: Any = of("pyspark", spark.sparkContext, "_gateway")
     rehearse(spark, folder)

@@ -329,6 +329,8 @@ ERRORS = [
     ("inputs:", "kafka:\n  a.b: [1]\ninputs:", 2, "kafka.a.b", "must be one value, not a list"),
     ("inputs:", "registry:\n  url: localhost\ninputs:", 2, "registry.url", "http:// or https://"),
     ("inputs:", "lake: file:x\nspark: {master: a, remote: b}\ninputs:", 2, "spark.remote", "excludes master"),
+    ("inputs:", "spark: {master: lokal}\ninputs:", 1, "spark.master", "must be local, local[N], local[*], spark://"),
+    ("inputs:", "spark: {master: 'local[0]'}\ninputs:", 1, "spark.master", "must be local"),
     ("inputs:", "spark: {remote: share}\ninputs:", 1, "spark.remote", "must be sc://host:port"),
     ("inputs:", "spark: {sql.ansi: a}\ninputs:", 1, "spark.sql.ansi", "did you mean `spark.sql.ansi`?"),
     (
@@ -649,13 +651,21 @@ def test_spark_remote_counts_where_the_file_names_no_spark(tmp_path: Path) -> No
 
     assert spark("") == {"remote": "shared"}
     assert spark("spark: {spark.sql.x: 1}\n") == {"remote": "shared", "spark.sql.x": "1"}
-    assert spark("spark: {master: m}\n") == {"master": "m"}
+    assert spark("spark: {master: yarn}\n") == {"master": "yarn"}
     assert spark("spark: {remote: 'sc://h:1/;token=t'}\n") == {"remote": "sc://h:1/;token=t"}
-    assert spark("spark: {remote: shared, master: m}\n") == {"remote": "shared", "master": "m"}
+    assert spark("spark: {remote: shared, master: 'local[2]'}\n") == {"remote": "shared", "master": "local[2]"}
     for text in ("", "spark: {spark.sql.x: 1}\n"):
         (problem,) = problems(tmp_path, text + GOOD, SPARK_REMOTE="local;token=hunter2")
         assert problem.key == "spark" and "SPARK_REMOTE must be sc://host:port" in problem.message
         assert "hunter2" not in problem.message
+
+
+@pytest.mark.parametrize(
+    "master",
+    ["local", "local[ 3 ]", "local[*, 2]", "local-cluster[2,1,1024]", "spark://a:7077,b:7077", "k8s://https://h:6443"],
+)
+def test_a_master_of_spark(tmp_path: Path, master: str) -> None:
+    assert read(tmp_path, f"spark: {{master: '{master}'}}\n{GOOD}").spark == {"master": master}
 
 
 def test_a_secret_is_never_said(tmp_path: Path) -> None:

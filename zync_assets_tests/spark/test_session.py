@@ -27,6 +27,29 @@ def test_a_jvm_that_lacks_the_jars_of_a_pipeline_is_an_error(spark: SparkSession
         session_with(settings)
 
 
+UNFIT = """
+import sys
+from zync_assets.errors import SetupError
+from zync_assets.spark.session import spark_session
+try:
+    spark_session({"master": sys.argv[1]})
+except SetupError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("master", "reason"),
+    [
+        ("lokal", "Master must either be yarn or start with spark, k8s, or local"),
+        ("local[x]", "Could not parse Master URL: 'local[x]'"),
+    ],
+)
+def test_a_session_that_does_not_start_is_an_error_with_spark_s_reason(master: str, reason: str) -> None:
+    done = subprocess.run([sys.executable, "-c", UNFIT, master], capture_output=True, text=True)
+    assert done.stdout == f"Spark did not start: {reason}. Correct master: or a property under spark:.\n", done.stderr
+
+
 START = """
 import sys
 from zync_assets.spark.session import spark_session
