@@ -50,6 +50,12 @@ def of(package: str, owner: Any, name: str) -> Any:
         raise _missing(package, f"{getattr(owner, '__name__', type(owner).__name__)}.{name}") from None
 
 
+def put(package: str, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of an object of the package. SetupError if the library lacks the name."""
+    of(package, owner, name)
+    setattr(owner, name, value)
+
+
 def _found(place: str) -> Any:
     module, _, name = place.rpartition(".")
     return getattr(importlib.import_module(module), name) if name[0].isupper() else importlib.import_module(place)

@@ -39,10 +39,14 @@ def _without(name: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("package", "name"), [("confluent-kafka", "_rest_client"), ("pyspark", "_channel")])
+@pytest.mark.parametrize(
+    ("package", "name"), [("confluent-kafka", "_rest_client"), ("pyspark", "_channel"), ("PyMySQL", "_read_timeout")]
+)
 def test_a_private_attribute_that_an_object_lacks_is_an_error(package: str, name: str) -> None:
     with pytest.raises(SetupError, match=rf"{package} \d.* has no object\.{name}.*pip install"):
         private.of(package, object(), name)
+    with pytest.raises(SetupError, match=rf"{package} \d.* has no object\.{name}.*pip install"):
+        private.put(package, object(), name, None)
 
 
 def test_private_names_of_libraries_are_imported_nowhere_else() -> None:

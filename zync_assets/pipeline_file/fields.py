@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
+from urllib.parse import parse_qsl
 
 from zync_assets.errors import Problem
 from zync_assets.pipeline_file.source import Items, Node, Scalar, YamlEntry, YamlTable
@@ -19,6 +20,14 @@ Choice = TypeVar("Choice", bound=str)
 
 UNNAMED = ""
 """In place of the topic of an input or an output that a problem keeps from being known."""
+MYSQL_OPTIONS = (
+    *("ssl_ca", "ssl_cert", "ssl_key", "ssl_disabled", "ssl_verify_cert", "ssl_verify_identity"),
+    *("connect_timeout", "read_timeout", "write_timeout", "charset", "collation", "unix_socket", "bind_address"),
+    *("init_command", "program_name", "read_default_file", "read_default_group"),
+)
+"""Options of a URL of MySQL: those of TLS that the sink reads, and those of PyMySQL that are texts or seconds."""
+_SWITCHES = ("ssl_disabled", "ssl_verify_cert", "ssl_verify_identity")
+_SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
 _MILLIS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 _HINTED = re.compile(r"([\w-]+):")
 """The keys that a hint names."""
@@ -61,6 +70,37 @@ def authority_fault(url: str) -> str | None:
         name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
         if name and port and not port.isdigit():
             return f"has a port that is no number. Write host:port. {cure}"
+    return None
+
+
+def option_fault(sink_type: str, url: str) -> str | None:
+    """The fault of the options in a URL of MySQL or PostgreSQL, without their values; None if there is none.
+
+    >>> option_fault("mysql", "mysql://h/d?char_set=utf8mb4")
+    'has the option char_set, which is unknown; did you mean `charset`?'
+    """
+    if sink_type not in ("mysql", "postgres"):
+        return None
+    options = parse_qsl(url.partition("?")[2], keep_blank_values=True)
+    names = [name for name, _ in options]
+    if sink_type == "mysql":
+        for name in names:
+            if name not in MYSQL_OPTIONS:
+                near = suggestion(name, MYSQL_OPTIONS) or f"; known are {word_list(MYSQL_OPTIONS)}"
+                return f"has the option {name}, which is unknown{near}"
+            if names.count(name) > 1:
+                return f"has the option {name} twice; write it once"
+    for name, value in options:
+        if name.endswith("_timeout") and not re.fullmatch(
+            "[1-9][0-9]{0,6}" if sink_type == "mysql" else "-?[0-9]+", value
+        ):
+            return f"has the option {name}, which must be a whole number of seconds"
+        if name in _SWITCHES and value.lower() not in ("true", "false"):
+            return f"has the option {name}, which must be true or false"
+        if name == "sslmode" and value not in _SSL_MODES:
+            return (
+                f"has the option sslmode, which must be one of {word_list(_SSL_MODES)}{suggestion(value, _SSL_MODES)}"
+            )
     return None
 
 

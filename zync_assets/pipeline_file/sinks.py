@@ -14,7 +14,7 @@ from zync_assets.lake import stores
 from zync_assets.pipeline import KAFKA, Evolve, Input, LakeUri, OnBadRecord, Output, Sink, SinkMode, SinkTable
 from zync_assets.pipeline_file.conditions import is_of_key
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, SqlProblem, check_expression
-from zync_assets.pipeline_file.fields import Fields, authority_fault, kind, suggestion, tables, word_list
+from zync_assets.pipeline_file.fields import Fields, authority_fault, kind, option_fault, suggestion, tables, word_list
 from zync_assets.pipeline_file.key import Key, known_names
 from zync_assets.pipeline_file.source import Items, Scalar, YamlTable
 
@@ -311,7 +311,7 @@ def _url(item: Fields, sink_type: str, path: Path) -> str:
     if url and starts and not url.startswith(starts):
         form = "a file's path, or sqlite:////path" if sink_type == "sqlite" else f"{starts[0]}user:password@host/db"
         item.problem("url", f"is no address of a {sink_type} database; write {form}")
-    elif starts and (fault := authority_fault(url)) is not None:
+    elif starts and (fault := authority_fault(url) or option_fault(sink_type, url)) is not None:
         item.problem("url", fault)
     return url
 

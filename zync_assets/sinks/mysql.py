@@ -33,6 +33,8 @@ from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
+from zync_assets.pipeline_file.fields import option_fault
+from zync_assets.private import put
 from zync_assets.sinks.fold import DELETE, OP, REPLACE
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import BOOK, DIGITS, SqlType, ddl_text, loose_key, missing_key, with_single_percents
@@ -119,14 +121,19 @@ class MysqlTarget(SqlTarget):
     odd_names = re.compile("[`\U00010000-\U0010ffff]")
 
     def make_engine(self) -> Engine:
+        if (fault := option_fault("mysql", self.url)) is not None:
+            raise SinkError(f"the sink's url {fault}.")
         url = sa.make_url(self.url).set(drivername="mysql+pymysql")
-        options: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, "charset": "utf8mb4"}
+        timeouts = {"connect_timeout": CONNECT_SECONDS, "read_timeout": CONNECT_SECONDS}
+        options: dict[str, Any] = {**timeouts, "charset": "utf8mb4"}
         own = {name: value for name, value in options.items() if name not in url.query}
         tls = {name: str(value) for name, value in url.query.items() if name.startswith("ssl")}
         if tls or (url.host or "") not in LOCAL_HOSTS:
             own |= tls_options(tls)
         engine = sa.create_engine(url.difference_update_query(tls), poolclass=sa.pool.NullPool, connect_args=own)
         event.listen(engine, "connect", _begin_session)
+        if "read_timeout" in own:
+            event.listen(engine, "connect", _end_timeout)
         return engine
 
     def sort(self, error: exc.DBAPIError) -> type[SinkError]:
@@ -348,6 +355,11 @@ def _begin_session(connection: Any, record: object) -> None:
             cursor.execute(_MARIADB_SESSION)
 
 
+def _end_timeout(connection: Any, record: object) -> None:
+    """What is no MySQL server may take a connection and say nothing. A statement may take long, and PyMySQL has one timeout."""
+    put("PyMySQL", connection, "_read_timeout", None)
+
+
 def _lock(number: str) -> str:
     return f"zync_{number}"
 
@@ -356,17 +368,12 @@ def tls_options(query: Mapping[str, str]) -> dict[str, Any]:
     """The options of PyMySQL for the options of a URL whose names begin with ``ssl``.
 
     PyMySQL itself takes the text "false" for true, and verifies no certificate beside a client's own.
-    SinkError for an unknown option, and for a file that can't be read.
+    SinkError for a file that can't be read.
 
     >>> tls_options({"ssl_disabled": "true"})
     {'ssl_disabled': True}
     """
-    known = (*_TLS_FILES, *_TLS_SWITCHES)
-    if unknown := sorted(query.keys() - known):
-        raise SinkError(f"the sink's url has the option {unknown[0]}. Known are {', '.join(known)}.")
     switches = {name: value.lower() for name, value in query.items() if name in _TLS_SWITCHES}
-    if odd := [name for name, value in switches.items() if value not in ("true", "false")]:
-        raise SinkError(f"the sink's url has {odd[0]}={query[odd[0]]}. Write true or false.")
     if switches.get("ssl_disabled") == "true":
         return {"ssl_disabled": True}
     try:

@@ -88,6 +88,41 @@ def test_an_error_names_line_key_and_cure(tmp_path: Path, old: str, new: str, li
 
 
 @pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("mysql://h/d?foo=S3", "has the option foo, which is unknown; known are ssl_ca, ssl_cert, ssl_key"),
+        ("mariadb://h/d?ssl_caa=S3", "has the option ssl_caa, which is unknown; did you mean `ssl_ca`?"),
+        ("mysql://h/d?ssl_ca=S3&ssl_ca=CRE", "has the option ssl_ca twice; write it once"),
+        ("mysql://h/d?connect_timeout=S3", "has the option connect_timeout, which must be a whole number of seconds"),
+        ("mysql://h/d?ssl_disabled=S3", "has the option ssl_disabled, which must be true or false"),
+        (
+            "postgres://h/d?connect_timeout=S3",
+            "has the option connect_timeout, which must be a whole number of seconds",
+        ),
+        ("postgres://h/d?sslmode=verify-fullS3", "has the option sslmode, which must be one of disable, allow, prefer"),
+    ],
+)
+def test_an_option_of_an_address_that_can_not_work_is_refused(tmp_path: Path, url: str, message: str) -> None:
+    kind = url.partition(":")[0].replace("mariadb", "mysql")
+    assert_problem(tmp_path, TEXT, "type: sqlite, url: shop.db", f"type: {kind}, url: '{url}'", 7, message)
+    with pytest.raises(PipelineFileError) as raised:
+        loaded(tmp_path, TEXT.replace("type: sqlite, url: shop.db", f"type: {kind}, url: '{url}'", 1))
+    assert not any(part in str(raised.value) for part in ("S3", "CRE"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "url"),
+    [
+        ("mysql", "mysql://h/d?charset=utf8mb4&read_timeout=60&ssl_verify_cert=False"),
+        ("postgres", "postgresql://h/d?sslmode=require&connect_timeout=3&options=-csearch_path%3Dx"),
+    ],
+)
+def test_an_option_of_an_address_that_works_is_left_alone(tmp_path: Path, kind: str, url: str) -> None:
+    text = TEXT.replace("type: sqlite, url: shop.db", f"type: {kind}, url: '{url}'", 1)
+    assert loaded(tmp_path, text).sinks[0].url == url
+
+
+@pytest.mark.parametrize(
     "url",
     ["postgresql://u:p%40w@a:1,b:2/d", "postgresql://u@[::1]:5/d", "postgresql://[::1]/d", "postgresql:///d?host=/tmp"],
 )

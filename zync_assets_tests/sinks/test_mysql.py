@@ -317,8 +317,9 @@ def test_a_server_on_another_host_must_have_a_certificate_that_the_system_trusts
         ("ssl_disabled=false", "Name the file of its CA in the url, ?ssl_ca=FILE"),
         (own, "Name the file of its CA in the url, ?ssl_ca=FILE"),
         ("ssl_ca=/absent.pem", "a file of the sink's url can't be used, of ssl_ca=/absent.pem: "),
-        ("ssl_verify_cert=1", "Write true or false."),
-        ("ssl_mode=REQUIRED", "the sink's url has the option ssl_mode. Known are ssl_ca, "),
+        ("ssl_verify_cert=1", "the sink's url has the option ssl_verify_cert, which must be true or false."),
+        ("ssl_mode=REQUIRED", "the sink's url has the option ssl_mode, which is unknown"),
+        ("foo=x", "the sink's url has the option foo, which is unknown; known are ssl_ca, "),
     ):
         with pytest.raises(SinkError) as error:
             cipher(options)
@@ -390,3 +391,16 @@ def test_a_reset_and_a_first_batch_under_way_follow_each_other(server: Server, d
             done.result()
     left = server.run(database, "SELECT * FROM `rows`")
     assert (left, target.progress(PLACE).next) in [([], {}), ([(1, "a"), (2, "old")], {0: 1})]
+
+
+def test_a_server_that_says_nothing_is_an_outage_and_a_long_statement_is_none(
+    server: Server, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zync_assets.sinks.mysql.CONNECT_SECONDS", 1)
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        target = MysqlTarget(f"mysql://root@127.0.0.1:{silent.getsockname()[1]}/{database}")
+        with pytest.raises(TargetUnavailable, match="Lost connection"):
+            target.progress(PLACE)
+    url = f"{server.url(database)}?program_name=zync"
+    with MysqlTarget(url).connection() as connection:
+        assert connection.exec_driver_sql("SELECT SLEEP(2)").scalar() == 0
