@@ -73,6 +73,12 @@ def authority_fault(url: str) -> str | None:
     return None
 
 
+def one_slash(folder: str) -> str | None:
+    """The fault of a folder that begins as a URI of a bucket with one slash; None for another folder."""
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)", folder)
+    return f"has one / after {match[1]}:; write {match[1]}:// for a bucket, or ./ before a folder" if match else None
+
+
 def option_fault(sink_type: str, url: str) -> str | None:
     """The fault of the options in a URL of MySQL or PostgreSQL, without their values; None if there is none.
 
@@ -242,6 +248,20 @@ class Fields:
             self.problem(key, "must be a time, such as 90m, 12h, 30d or 8w")
             return None
         return int(match[1]) * _MILLIS[match[2]]
+
+    def names(self, key: str) -> list[str]:
+        """A list of texts that are not empty; one text counts as a list of one."""
+        node = self.node(key)
+        if node is None:
+            return []
+        items = node.items if isinstance(node, Items) else (node,)
+        names = [each.text for each in items if isinstance(each, Scalar) and isinstance(each.value, str) and each.text]
+        if len(names) != len(items) or not names:
+            self.problem(key, "must be a list of names, such as [ID]")
+            return []
+        if len(set(names)) != len(names):
+            self.problem(key, "has a name twice")
+        return names
 
     def table(self, key: str, form: str = "") -> YamlTable | None:
         """A mapping. ``form``: what to write in place of another node."""

@@ -37,7 +37,7 @@ from zync_assets.pipeline import (
     RegistryConfig,
     Rule,
 )
-from zync_assets.pipeline_file.fields import Fields, kind, suggestion, tables, word_list
+from zync_assets.pipeline_file.fields import Fields, kind, one_slash, suggestion, tables, word_list
 from zync_assets.pipeline_file.grammar import FILE
 from zync_assets.pipeline_file.key import known_names
 from zync_assets.pipeline_file.outs import with_patterns
@@ -79,6 +79,8 @@ def _place(fields: Fields, key: str, text: str, settings: Mapping[str, str], pat
     if UNSET in text:
         return ""
     match = _URI.match(text)
+    if (fault := one_slash(text)) and not text.startswith("file:"):
+        fields.problem(key, fault)
     if match is None or match[1].lower() == "file":
         for name in settings:
             fields.problem(name, "is a setting of an object store, and the lake is a folder; remove it")

@@ -14,7 +14,16 @@ from zync_assets.lake import stores
 from zync_assets.pipeline import KAFKA, Evolve, Input, LakeUri, OnBadRecord, Output, Sink, SinkMode, SinkTable
 from zync_assets.pipeline_file.conditions import is_of_key
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, SqlProblem, check_expression
-from zync_assets.pipeline_file.fields import Fields, authority_fault, kind, option_fault, suggestion, tables, word_list
+from zync_assets.pipeline_file.fields import (
+    Fields,
+    authority_fault,
+    kind,
+    one_slash,
+    option_fault,
+    suggestion,
+    tables,
+    word_list,
+)
 from zync_assets.pipeline_file.key import Key, known_names
 from zync_assets.pipeline_file.source import Items, Scalar, YamlTable
 
@@ -226,7 +235,7 @@ def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool)
     sink_type = _type(item)
     mode = item.choice("mode", get_args(SinkMode)) or ("insert" if sink_type == FILES else "upsert")
     columns, before = _inner(item, "columns", _COLUMNS), _inner(item, "before", _BEFORE)
-    include = _names(columns, "include") if columns is not None and "include" in columns else None
+    include = columns.names("include") if columns is not None and "include" in columns else None
     limit = item.integer("max-bad-records", 0, 2**53) if "max-bad-records" in item else None
     on_bad_record = item.choice("on-bad-record", get_args(OnBadRecord)) or "quarantine"
     if limit is not None and on_bad_record == "fail":
@@ -303,12 +312,13 @@ def _type(item: Fields) -> str:
 def _url(item: Fields, sink_type: str, path: Path) -> str:
     """The URL, never repeated in a message: it may hold a password."""
     url = item.text("url", "write the address of the target database") or ""
-    if sink_type == "sqlite" and "://" not in url:
-        return f"sqlite:///{(path.absolute().parent / Path(url).expanduser()).resolve()}" if url else ""
+    file = url.removeprefix("sqlite:///")
+    if sink_type == "sqlite" and file and "://" not in file:
+        return f"sqlite:///{(path.absolute().parent / Path(file).expanduser()).resolve()}"
     if sink_type == FILES:
         return _files_url(item, url, path) if url else ""
     starts = SCHEMES.get(sink_type, ())
-    if url and starts and not url.startswith(starts):
+    if url and starts and (not url.startswith(starts) or not file):
         form = "a file's path, or sqlite:////path" if sink_type == "sqlite" else f"{starts[0]}user:password@host/db"
         item.problem("url", f"is no address of a {sink_type} database; write {form}")
     elif starts and (fault := authority_fault(url) or option_fault(sink_type, url)) is not None:
@@ -328,6 +338,8 @@ def _files_url(item: Fields, url: str, path: Path) -> str:
             item.problem("url", f"is in no kind of store that is known here; known are {names}, or write a folder")
             return ""
         url = LakeUri(url, stores.with_environment(base, {}, os.environ))
+    elif fault := one_slash(base):
+        item.problem("url", fault)
     else:
         url = f"{(path.absolute().parent / Path(base).expanduser()).resolve()}{mark}{query}"
     try:
@@ -351,7 +363,7 @@ def _tables(item: Fields, sources: list[SinkTable], sink_type: str, *, is_whole:
         if place not in ("topic", "whole-topic") and "table" in item:
             item.problem("table", f"knows no {{{place}}}; write {{topic}} or {{whole-topic}}")
     found: dict[str, SinkTable] = {}
-    for pattern in _names(item, "from"):
+    for pattern in item.names("from"):
         matches = [source for source in sources if fnmatchcase(source.source, pattern)]
         if not matches and is_whole:
             names = [source.source for source in sources]
@@ -383,23 +395,8 @@ def _inner(item: Fields, key: str, keys: tuple[Key, ...]) -> Fields | None:
     return None if table is None else Fields(table, item.key(key), item.problems, known_names(keys))
 
 
-def _names(item: Fields, key: str) -> list[str]:
-    """A list of texts that are not empty; one text counts as a list of one."""
-    node = item.node(key)
-    if node is None:
-        return []
-    items = node.items if isinstance(node, Items) else (node,)
-    names = [entry.text for entry in items if isinstance(entry, Scalar) and isinstance(entry.value, str) and entry.text]
-    if len(names) != len(items) or not names:
-        item.problem(key, "must be a list of names, such as [ID]")
-        return []
-    if len(set(names)) != len(names):
-        item.problem(key, "has a name twice")
-    return names
-
-
 def _key(item: Fields) -> tuple[str, ...]:
-    names = _names(item, "key")
+    names = item.names("key")
     for name in names:
         side, dot, own = name.partition(".")
         if dot and side == KAFKA and own not in COORDINATES:

@@ -349,6 +349,7 @@ ERRORS = [
     ),
     ("inputs:", "spark: {spark.master: a}\ninputs:", 1, "spark.spark.master", "write master:"),
     ("inputs:", "lake: s3://\ninputs:", 1, "lake", "names no bucket"),
+    ("inputs:", "lake: s3:/bucket/x\ninputs:", 1, "lake", "has one / after s3:; write s3:// for a bucket"),
     ("inputs:", "lake: file://host/x\ninputs:", 1, "lake", "needs an absolute path"),
     ("inputs:", "lake: ${NOWHERE}\ninputs:", 1, "lake", "the environment has no NOWHERE; set it, or write ${NOWHERE:-"),
     ("inputs:", "lake: ${a b}\ninputs:", 1, "lake", "write $${"),

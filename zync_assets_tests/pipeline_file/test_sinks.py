@@ -39,6 +39,18 @@ SHARED = "from: [Raw.shop.*], key: [id], table: orders"
         ("name: two", "name: a b", 8, "sinks[1].name: must consist of letters, digits and _"),
         ("type: sqlite", "type: sqlit", 7, "or a class as package.module:Class; did you mean `sqlite`?"),
         ("type: sqlite, url: shop.db", "type: postgres, url: 'mysql://u:secret@h/d'", 7, "is no address of a postgres"),
+        (
+            "url: shop.db",
+            "url: 'sqlite:///'",
+            7,
+            "sinks[0].url: is no address of a sqlite database; write a file's path",
+        ),
+        (
+            "type: sqlite, url: shop.db, from: [Raw.shop.*], key: [id]",
+            "type: files, url: 's3:/bucket/x', from: [Raw.shop.*]",
+            7,
+            "sinks[0].url: has one / after s3:; write s3:// for a bucket, or ./ before a folder",
+        ),
         *(
             ("type: sqlite, url: shop.db", f"type: {kind}, url: '{begin}{rest}'", 7, f"sinks[0].url: {message}")
             for kind, begin in (
@@ -85,6 +97,17 @@ def test_an_error_names_line_key_and_cure(tmp_path: Path, old: str, new: str, li
     with pytest.raises(PipelineFileError) as raised:
         loaded(tmp_path, TEXT.replace(old, new, 1))
     assert not any(part in str(raised.value) for part in ("S3", "CRE", "TAIL"))
+
+
+@pytest.mark.parametrize(
+    ("url", "file"),
+    [("shop.db", "shop.db"), ("sqlite:///shop.db", "shop.db"), ("sqlite:///a/../b/shop.db", "b/shop.db")],
+)
+def test_the_path_of_a_database_begins_at_the_pipeline_file(tmp_path: Path, url: str, file: str) -> None:
+    text = TEXT.replace("url: shop.db", f"url: '{url}'", 1)
+    assert loaded(tmp_path, text).sinks[0].url == f"sqlite:///{tmp_path.resolve() / file}"
+    absolute = f"sqlite:///{tmp_path.resolve()}/x.db"
+    assert loaded(tmp_path, TEXT.replace("url: shop.db", f"url: '{absolute}'", 1)).sinks[0].url == absolute
 
 
 @pytest.mark.parametrize(
