@@ -118,6 +118,8 @@ NAME_SIZE = 16
 size. ``library`` checks the place."""
 
 _PRODUCER, _CONSUMER = 0, 1
+_UNKNOWN = -2
+"""What ``rd_kafka_conf_set`` answers for a name that it does not know."""
 _DELIVERY, _LOG, _ERROR = 0x1, 0x4, 0x8
 """Types of events."""
 
@@ -316,6 +318,21 @@ class _Tokens:
             self.first.set()
         else:
             self._functions.rd_kafka_oauthbearer_set_token_failure(handle, problem.encode())
+
+
+def refused_properties(properties: Mapping[str, str]) -> dict[str, bool]:
+    """The properties that librdkafka refuses → whether it knows their names. Asks no broker."""
+    functions = library()
+    reason = ctypes.create_string_buffer(512)
+    conf: int = functions.rd_kafka_conf_new()
+    try:
+        results = {
+            name: functions.rd_kafka_conf_set(conf, name.encode(), value.encode(), reason, len(reason))
+            for name, value in properties.items()
+        }
+    finally:
+        functions.rd_kafka_conf_destroy(conf)
+    return {name: result != _UNKNOWN for name, result in results.items() if result}
 
 
 def _configuration(functions: ctypes.CDLL, properties: Mapping[str, Any]) -> int:

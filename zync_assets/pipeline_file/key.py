@@ -1,7 +1,8 @@
 """A key of the pipeline file: the name that the reader accepts, and the description that ``zync help`` prints.
 
 The readers take their known names from these definitions. A key without a description therefore does not exist. Here stand the
-key ``shape``, which inputs and outputs share, and the keys of the connections: Kafka, the schema registry, the lake and Spark.
+key ``shape``, which inputs and outputs share, and the keys of the connections: Kafka, the schema registry, the lake and
+Spark. Kafka's and Spark's are read here too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,11 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from zync_assets.pipeline import SHARED
+from zync_assets.pipeline_file.fields import Fields, suggestion, word_list
+from zync_assets.pipeline_file.source import UNSET
+from zync_assets.spark.sql import contradictions
 
 _INDEX = re.compile(r"\[[0-9]*\]")
 
@@ -199,3 +205,109 @@ SPARK: tuple[Key, ...] = (
         default="$SPARK_REMOTE",
     ),
 )
+
+
+KAFKA_NAMES = {
+    "bootstrap_servers": "bootstrap.servers",
+    "security_protocol": "security.protocol",
+    "sasl_mechanisms": "sasl.mechanism",
+    "sasl_username": "sasl.username",
+    "sasl_password": "sasl.password",
+    "tls_client_cert_file": "ssl.certificate.location",
+    "tls_client_key_file": "ssl.key.location",
+    "tls_server_ca_cert_file": "ssl.ca.location",
+    "tls_server_insecure_skip_verify": "enable.ssl.certificate.verification",
+}
+_PROPERTIES = (
+    *KAFKA_NAMES.values(),
+    *("sasl.mechanisms", "sasl.oauthbearer.method", "sasl.oauthbearer.client.id", "sasl.oauthbearer.client.secret"),
+    *("sasl.oauthbearer.token.endpoint.url", "sasl.oauthbearer.config", "ssl.key.password", "ssl.ca.pem", "client.id"),
+    *(
+        "ssl.endpoint.identification.algorithm",
+        "acks",
+        "linger.ms",
+        "compression.type",
+        "message.max.bytes",
+        "oauth_cb",
+    ),
+)
+"""Properties that a misspelt one may mean."""
+_PYTHONS = ("oauth_cb", "sasl.oauthbearer.metadata.authentication.type")
+"""Properties that the client reads, with an error of its own, before librdkafka."""
+_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
+_LIST = "https://github.com/confluentinc/librdkafka/blob/master/CONFIGURATION.md"
+_REMOTE = re.compile(rf"sc://[^\s/;]+/?(;.*|/;.*)?|{SHARED}")
+_WRONG_REMOTE = f"must be sc://host:port, with /;token=… and the like after it where need be, or {SHARED}"
+_MASTER = re.compile(
+    r"local(\[\s*([1-9][0-9]*|\*)\s*(,\s*[0-9]+\s*)?\])?|local-cluster\[[\s0-9,]+\]|yarn|[A-Za-z][A-Za-z0-9+.-]*://\S+"
+)
+_WRONG_MASTER = "must be local, local[N], local[*], spark://host:port, yarn or k8s://https://host:port"
+_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
+
+
+def read_kafka(fields: Fields) -> dict[str, str]:
+    """librdkafka's properties, checked by librdkafka itself without a broker."""
+    table = fields.table("kafka", "{bootstrap.servers: 'host:9092'}")
+    if table is None:
+        return {}
+    kafka = Fields(table, "kafka", fields.problems, None)
+    properties = kafka.flat()
+    for key in [name for name in properties if name in KAFKA_NAMES]:
+        kafka.problem(key, f"is a key of zync's kafka.json; write {KAFKA_NAMES[key]}, as librdkafka spells it")
+    if "oauth_cb" in properties and not _FUNCTION.fullmatch(properties["oauth_cb"]):
+        kafka.problem("oauth_cb", "must name a function, as in package.module:function")
+    _check_kafka(kafka, {key: value for key, value in properties.items() if key not in KAFKA_NAMES})
+    return properties
+
+
+def _check_kafka(kafka: Fields, properties: Mapping[str, str]) -> None:
+    """Have librdkafka check the properties. A plugin would run, and bring properties of its own."""
+    own = {key: value for key, value in properties.items() if key not in _PYTHONS and UNSET not in value}
+    if own.keys() <= {"bootstrap.servers"} or "plugin.library.paths" in own:
+        return
+    # Here alone: a file that names no more than its brokers needs no library.
+    from zync_assets.kafka.librdkafka import refused_properties
+
+    for key, is_known in refused_properties(own).items():
+        if not is_known:
+            kafka.problem(key, f"is no property of librdkafka{suggestion(key, _PROPERTIES) or f'; see {_LIST}'}")
+        elif key == "security.protocol":
+            kafka.problem(key, f"must be one of {word_list(_PROTOCOLS)}")
+        else:
+            kafka.problem(key, f"has a value that librdkafka does not take; see {_LIST}")
+
+
+def read_spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:
+    """Spark's properties, and ``master`` or ``remote``."""
+    default = {"master": "local[*]"}
+    if remote := env.get("SPARK_REMOTE"):
+        # As PySpark has it, and `shared`.
+        default = {"remote": remote}
+    table = fields.table("spark", "{master: 'local[*]'}")
+    if table is None:
+        return _check_default(fields, default)
+    spark = Fields(table, "spark", fields.problems, None)
+    properties = spark.flat()
+    for key in spark.entries:
+        if key in ("spark.master", "spark.remote"):
+            spark.problem(key, f"write {key.removeprefix('spark.')}:")
+        elif key not in ("master", "remote") and not key.startswith("spark."):
+            near = suggestion(key, ("master", "remote")) or f"; did you mean `spark.{key}`?"
+            spark.problem(key, f"is no Spark property: they begin with `spark.`{near}")
+    for key, reason in contradictions(properties):
+        spark.problem(key, reason)
+    if "master" in spark and "remote" in spark and properties.get("remote") != SHARED:
+        spark.problem("remote", "excludes master: a session is a local or a cluster's one, or a Spark Connect server's")
+    elif not _REMOTE.fullmatch(properties.get("remote", SHARED)):
+        spark.problem("remote", _WRONG_REMOTE)
+    elif not _MASTER.fullmatch(properties.get("master", "local")):
+        spark.problem("master", _WRONG_MASTER)
+    if "master" not in spark and "remote" not in spark:
+        properties |= _check_default(fields, default)
+    return properties
+
+
+def _check_default(fields: Fields, default: dict[str, str]) -> dict[str, str]:
+    if not _REMOTE.fullmatch(default.get("remote", SHARED)):
+        fields.problem("spark", f"names no master, and the environment variable SPARK_REMOTE {_WRONG_REMOTE}")
+    return default

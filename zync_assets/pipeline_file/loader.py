@@ -26,7 +26,6 @@ from urllib.parse import unquote, urlsplit
 from zync_assets.errors import PipelineFileError, Problem
 from zync_assets.lake.stores import GENERAL, KINDS, StoreKind, with_environment
 from zync_assets.pipeline import (
-    SHARED,
     UNAVAILABLE_VALUE,
     Input,
     LakeUri,
@@ -39,18 +38,19 @@ from zync_assets.pipeline import (
 )
 from zync_assets.pipeline_file.fields import Fields, kind, one_slash, suggestion, tables, word_list
 from zync_assets.pipeline_file.grammar import FILE
-from zync_assets.pipeline_file.key import known_names
+from zync_assets.pipeline_file.key import KAFKA_NAMES, known_names, read_kafka, read_spark
 from zync_assets.pipeline_file.outs import with_patterns
 from zync_assets.pipeline_file.rules import read_rules
 from zync_assets.pipeline_file.sinks import read_sinks
 from zync_assets.pipeline_file.source import UNSET, Items, Scalar, YamlTable, read
 from zync_assets.pipeline_file.topics import NO_PATTERN, read_inputs, read_outputs
 from zync_assets.pipeline_file.transactions import read_transactions, with_transaction_topic
-from zync_assets.spark.sql import contradictions
 
 DEFAULT_LAKE = "./lake"
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_HTTP = re.compile(r"https?://[^\s/]")
+_WRONG_URL = "must begin with http:// or https:// and a host"
 
 
 def read_lake(fields: Fields, path: Path, env: Mapping[str, str]) -> str:
@@ -107,8 +107,8 @@ def _check(fields: Fields, store: StoreKind, settings: Mapping[str, str]) -> Non
             f"is no setting of {store.name}; there are {word_list(names)}, and delta-rs's own storage options"
             f" ({store.prefix}…){suggestion(name, names)}",
         )
-    if "endpoint" in settings and not re.match(r"https?://[^\s/]", settings["endpoint"]):
-        fields.problem("endpoint", "must begin with http:// or https:// and a host")
+    if not _HTTP.match(settings.get("endpoint", "http://h")):
+        fields.problem("endpoint", _WRONG_URL)
     # A misspelt setting may be the partner.
     if not unknown and ("access-key-id" in settings) != ("secret-access-key" in settings):
         key, partner = sorted(("access-key-id", "secret-access-key"), key=lambda name: name not in settings)
@@ -128,17 +128,6 @@ def _folder(fields: Fields, key: str, text: str, path: Path) -> str:
         return ""
 
 
-_KAFKA = {
-    "bootstrap_servers": "bootstrap.servers",
-    "security_protocol": "security.protocol",
-    "sasl_mechanisms": "sasl.mechanism",
-    "sasl_username": "sasl.username",
-    "sasl_password": "sasl.password",
-    "tls_client_cert_file": "ssl.certificate.location",
-    "tls_client_key_file": "ssl.key.location",
-    "tls_server_ca_cert_file": "ssl.ca.location",
-    "tls_server_insecure_skip_verify": "enable.ssl.certificate.verification",
-}
 _REGISTRY = ("url", "user", "password")
 
 
@@ -162,8 +151,8 @@ def home_kafka(env: Mapping[str, str]) -> dict[str, str]:
 
     PipelineFileError, with that file's name, for a file that is no such thing.
     """
-    path, values = _read(env, "kafka.json", tuple(_KAFKA))
-    properties = {_KAFKA.get(key, key): value for key, value in values.items()}
+    path, values = _read(env, "kafka.json", tuple(KAFKA_NAMES))
+    properties = {KAFKA_NAMES.get(key, key): value for key, value in values.items()}
     skip_verify = values.get("tls_server_insecure_skip_verify")
     if skip_verify is not None:
         if skip_verify not in ("true", "false"):
@@ -222,13 +211,6 @@ _HINTS = {"input": "write inputs:", "rules": "write transforms:"}
 _ALONE = ". Only a file of inputs alone, which ingests, or of outputs alone, which publishes, needs no rules"
 _TYPES = "type: denorm, type: group, type: stateless or type: view"
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
-_FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
-_REMOTE = re.compile(rf"sc://[^\s/;]+/?(;.*|/;.*)?|{SHARED}")
-_WRONG_REMOTE = f"must be sc://host:port, with /;token=… and the like after it where need be, or {SHARED}"
-_MASTER = re.compile(
-    r"local(\[\s*([1-9][0-9]*|\*)\s*(,\s*[0-9]+\s*)?\])?|local-cluster\[[\s0-9,]+\]|yarn|[A-Za-z][A-Za-z0-9+.-]*://\S+"
-)
-_WRONG_MASTER = "must be local, local[N], local[*], spark://host:port, yarn or k8s://https://host:port"
 _HEX = re.compile(r"hex:([0-9A-Fa-f]{2})+")
 
 
@@ -271,12 +253,12 @@ def _causes(problems: list[Problem]) -> list[Problem]:
 
 def _pipeline(fields: Fields, path: Path, env: Mapping[str, str]) -> Pipeline:
     name = _name(fields, path)
-    kafka = _kafka(fields) if "kafka" in fields else default_kafka(env)
+    kafka = read_kafka(fields) if "kafka" in fields else default_kafka(env)
     # librdkafka has two names for the brokers' addresses, and uses the addresses of both.
     if "metadata.broker.list" not in kafka:
         kafka.setdefault("bootstrap.servers", env.get("KAFKA_BOOTSTRAP_SERVERS") or DEFAULT_BOOTSTRAP_SERVERS)
     lake = read_lake(fields, path, env)
-    spark = _spark(fields, env)
+    spark = read_spark(fields, env)
     settle, order_delay = fields.number("settle"), fields.number("order-delay")
     parts = _parts(fields)
     inputs, input_lines = read_inputs(fields) if "inputs" in parts else ({}, {})
@@ -331,24 +313,13 @@ def _name(fields: Fields, path: Path) -> str:
     return name
 
 
-def _kafka(fields: Fields) -> dict[str, str]:
-    table = fields.table("kafka", "{bootstrap.servers: 'host:9092'}")
-    if table is None:
-        return {}
-    kafka = Fields(table, "kafka", fields.problems, None)
-    properties = kafka.flat()
-    for key in [name for name in properties if name in _KAFKA]:
-        kafka.problem(key, f"is a key of zync's kafka.json; write {_KAFKA[key]}, as librdkafka spells it")
-    if "oauth_cb" in properties and not _FUNCTION.fullmatch(properties["oauth_cb"]):
-        kafka.problem("oauth_cb", "must name a function, as in package.module:function")
-    return properties
-
-
 def _registry(fields: Fields, env: Mapping[str, str], has_avro: bool) -> RegistryConfig | None:
     table = fields.table("registry", "{url: 'http://host:8081'}")
     if table is None:
         config = None if "registry" in fields else default_registry(env)
         if config is not None:
+            if not _HTTP.match(config.url):
+                fields.problem("registry", f"is missing, and the environment variable SCHEMA_REGISTRY_URL {_WRONG_URL}")
             return config
         return RegistryConfig(DEFAULT_REGISTRY) if has_avro else None
     registry = Fields(table, "registry", fields.problems, None)
@@ -357,8 +328,8 @@ def _registry(fields: Fields, env: Mapping[str, str], has_avro: bool) -> Registr
         if near := suggestion(key, ("url",)):
             registry.problem(key, f"is no property of the registry's client{near}")
     url = properties.pop("url", DEFAULT_REGISTRY)
-    if not re.match(r"https?://[^\s/]", url):
-        registry.problem("url", "must begin with http:// or https:// and a host")
+    if not _HTTP.match(url):
+        registry.problem("url", _WRONG_URL)
     return RegistryConfig(url, properties)
 
 
@@ -387,41 +358,6 @@ def _missing_field(fields: Fields) -> MissingField:
     if node is None or (isinstance(node, Scalar) and node.value is None):
         return "null"
     return fields.choice("missing-field", ("null", "fail")) or "null"
-
-
-def _spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:
-    default = {"master": "local[*]"}
-    if remote := env.get("SPARK_REMOTE"):
-        # As PySpark has it, and `shared`.
-        default = {"remote": remote}
-    table = fields.table("spark", "{master: 'local[*]'}")
-    if table is None:
-        return _check_default(fields, default)
-    spark = Fields(table, "spark", fields.problems, None)
-    properties = spark.flat()
-    for key in spark.entries:
-        if key in ("spark.master", "spark.remote"):
-            spark.problem(key, f"write {key.removeprefix('spark.')}:")
-        elif key not in ("master", "remote") and not key.startswith("spark."):
-            near = suggestion(key, ("master", "remote")) or f"; did you mean `spark.{key}`?"
-            spark.problem(key, f"is no Spark property: they begin with `spark.`{near}")
-    for key, reason in contradictions(properties):
-        spark.problem(key, reason)
-    if "master" in spark and "remote" in spark and properties.get("remote") != SHARED:
-        spark.problem("remote", "excludes master: a session is a local or a cluster's one, or a Spark Connect server's")
-    elif not _REMOTE.fullmatch(properties.get("remote", SHARED)):
-        spark.problem("remote", _WRONG_REMOTE)
-    elif not _MASTER.fullmatch(properties.get("master", "local")):
-        spark.problem("master", _WRONG_MASTER)
-    if "master" not in spark and "remote" not in spark:
-        properties |= _check_default(fields, default)
-    return properties
-
-
-def _check_default(fields: Fields, default: dict[str, str]) -> dict[str, str]:
-    if not _REMOTE.fullmatch(default.get("remote", SHARED)):
-        fields.problem("spark", f"names no master, and the environment variable SPARK_REMOTE {_WRONG_REMOTE}")
-    return default
 
 
 def _rules(fields: Fields, inputs: dict[str, Input | None], outputs: dict[str, Output | None]) -> tuple[Rule, ...]:

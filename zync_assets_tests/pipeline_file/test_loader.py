@@ -310,6 +310,11 @@ ERRORS = [
     ("inputs:", "transactions: {topic: A}\ninputs:", 1, "transactions.topic", "read by a rule"),
     ("inputs:", "transactions: {topic: tx, limit: 9}\ninputs:", 1, "transactions.limit", "must be a time, such as 90m"),
     ("inputs:", "kafka: {bootstrap_servers: h}\ninputs:", 1, "kafka.bootstrap_servers", "write bootstrap.servers"),
+    ("inputs:", "kafka: {security.protocl: SSL}\ninputs:", 1, "kafka.security.protocl", "mean `security.protocol`?"),
+    ("inputs:", "kafka:\n  sasl.pasword: x\ninputs:", 2, "kafka.sasl.pasword", "did you mean `sasl.password`?"),
+    ("inputs:", "kafka: {security.protocol: TLS}\ninputs:", 1, "kafka.security.protocol", "PLAINTEXT, SSL, SASL_"),
+    ("inputs:", "kafka: {fetch.min.bytes: many}\ninputs:", 1, "kafka.fetch.min.bytes", "that librdkafka does not take"),
+    ("inputs:", "kafka: {quite.other: 1}\ninputs:", 1, "kafka.quite.other", "CONFIGURATION.md"),
     ("inputs:", "kafka: h\ninputs:", 1, "kafka", "write {bootstrap.servers: 'host:9092'}"),
     ("inputs:", "registry: {urls: http://r}\ninputs:", 1, "registry.urls", "did you mean `url`?"),
     ("inputs:", "registry: http://r\ninputs:", 1, "registry", "write {url: 'http://host:8081'}"),
@@ -667,6 +672,15 @@ def test_spark_remote_counts_where_the_file_names_no_spark(tmp_path: Path) -> No
 )
 def test_a_master_of_spark(tmp_path: Path, master: str) -> None:
     assert read(tmp_path, f"spark: {{master: '{master}'}}\n{GOOD}").spark == {"master": master}
+
+
+def test_a_registry_of_the_environment_that_is_no_url_is_named(tmp_path: Path) -> None:
+    text = "inputs: [{topic: A, pool: Raw}]"
+    (problem,) = problems(tmp_path, text, SCHEMA_REGISTRY_URL="registry:8081")
+    assert problem.key == "registry"
+    assert "environment variable SCHEMA_REGISTRY_URL must begin with http:// or https:// and a host" in problem.message
+    (problem,) = problems(tmp_path, "kafka: {security.protocol: '${PW}'}\n" + text, PW="hunter2")
+    assert "hunter2" not in str(problem)
 
 
 def test_a_secret_is_never_said(tmp_path: Path) -> None:
