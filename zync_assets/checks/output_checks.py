@@ -23,6 +23,7 @@ from zync_assets.checks import raw_checks
 from zync_assets.checks.sink_checks import sink_results
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import KafkaError, LakeError, SchemaError, TableDamaged
+from zync_assets.ingest.plan import absent_error
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermarks, is_compacted, topic_states
 from zync_assets.lake import raw
@@ -216,10 +217,9 @@ def reachable(pipeline: Pipeline, topic: str) -> CheckResult:
     except KafkaError as error:
         return conclude(REACHABLE, subject, "error", [str(error)], "", {})
     if state is None:
-        problem = f"topic {topic} is not there. Create it, or take it out of inputs."
-        return conclude(REACHABLE, subject, "error", [problem], "", {})
-    records = sum(item.end - item.low for item in state.partitions)
-    numbers = {"partitions": len(state.partitions), "offsets": records}
+        problem = absent_error(pipeline.input(topic), was_there=Snapshot(pipeline).raw(topic) is not None)
+        return conclude(REACHABLE, subject, "error", [str(problem)], "", {})
+    numbers = {"partitions": len(state.partitions), "offsets": sum(item.end - item.low for item in state.partitions)}
     return conclude(REACHABLE, subject, "error", [], f"all {len(state.partitions)} partitions have leaders", numbers)
 
 

@@ -12,8 +12,8 @@ from zync_assets.audit.account import Quarantined, read_quarantine, touches
 from zync_assets.audit.coverage import MONOTONIC, file_problems, log_problems
 from zync_assets.codecs.avro.types import arrow_type
 from zync_assets.codecs.evolution import differences
-from zync_assets.errors import DataLoss, LakeError, RegistryError, SchemaError, TopicMissing
-from zync_assets.ingest.plan import LEADER_SECONDS
+from zync_assets.errors import DataLoss, LakeError, RegistryError, SchemaError
+from zync_assets.ingest.plan import LEADER_SECONDS, absent_error
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import led_state, topic_state
@@ -123,7 +123,7 @@ def no_unexplained_loss(
         return _empty_result(NO_LOSS, pipeline, topic, "error")
     kafka_state = led_state(pipeline.kafka, topic, LEADER_SECONDS)
     if kafka_state is None:
-        raise TopicMissing(f"topic {topic} is not there. Create it, or take it out of inputs.")
+        raise absent_error(pipeline.input(topic), was_there=True)
     place, parts = subject(pipeline, topic), _ingest_ranges(state, ranges)
     look = raw_look(NO_LOSS, snapshot, topic, state, parts)
     if not state.is_from(kafka_state.topic_id):

@@ -61,6 +61,9 @@ class IngestPlan:
         return not self.ranges and not self.first and not self.losses
 
 
+_ANEW = " To begin anew, give the input another pool, and its outputs another staging pool and other topics."
+
+
 @dataclass(frozen=True)
 class RawBatch:
     """A lazy batch of one topic. The offsets are fixed; no record has been read.
@@ -124,7 +127,7 @@ def plan_ingest(
     if topic_states is None or _is_behind(topic_state, state):
         topic_state = led_state(pipeline.kafka, topic, LEADER_SECONDS)
     if topic_state is None:
-        raise TopicMissing(f"topic {topic} is not there. Create it, or take it out of inputs.")
+        raise absent_error(item, was_there=state is not None)
     if state is None:
         for error in topic_state.away.values():
             raise error
@@ -227,8 +230,17 @@ def _first_offsets(pipeline: Pipeline, item: Input, topic_state: TopicState, sta
 def recreation_error(item: Input, topic_state: TopicState) -> TopicRecreated:
     return TopicRecreated(
         f"topic {item.topic} is another topic than the one that {item.pool}.{item.topic} was made from (its id is now"
-        f" {topic_state.topic_id}): it was deleted and created again. To begin anew, give the input another pool,"
-        " and its outputs another staging pool and other topics."
+        f" {topic_state.topic_id}): it was deleted and created again.{_ANEW}"
+    )
+
+
+def absent_error(item: Input, *, was_there: bool) -> TopicMissing:
+    """The error for an input topic that the broker does not have. ``was_there``: whether it has a raw table."""
+    if not was_there:
+        return TopicMissing(f"topic {item.topic} is not there. Create it, or take it out of inputs.")
+    return TopicMissing(
+        f"topic {item.topic} is gone; it was there when it was ingested into {item.pool}.{item.topic}. A topic of that name that"
+        f" is created now is another topic.{_ANEW}"
     )
 
 
@@ -249,8 +261,7 @@ def _losses(
         if part.end < upcoming:
             raise DataLoss(
                 f"topic {item.topic}, partition {part.partition}: next offset {upcoming} is past the topic's end {part.end};"
-                " the topic has lost records that were ingested. Restore the topic. To begin anew, give the input another pool,"
-                " and its outputs another staging pool and other topics."
+                f" the topic has lost records that were ingested. Restore the topic.{_ANEW}"
             )
         if part.low > upcoming:
             if item.on_data_loss == "fail":
@@ -259,11 +270,17 @@ def _losses(
                 )
                 raise DataLoss(
                     f"topic {item.topic}, partition {part.partition}: next offset {upcoming} is below the low watermark"
-                    f" {part.low}; {part.low - upcoming} offsets are gone by retention, {upcoming} to {part.low - 1}.{hint}"
+                    f" {part.low}; {_gone(upcoming, part.low)}.{hint}"
                     " Set on-data-loss: continue to accept that."
                 )
             losses.append(OffsetRange(part.partition, upcoming, part.low))
     return tuple(losses)
+
+
+def _gone(first: int, end: int) -> str:
+    if end - first == 1:
+        return f"1 offset is gone by retention, {first}"
+    return f"{end - first} offsets are gone by retention, {first} to {end - 1}"
 
 
 def _within_limit(ranges: Sequence[OffsetRange], limit: int) -> list[OffsetRange]:

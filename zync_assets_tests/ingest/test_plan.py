@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -15,6 +16,7 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
 
 from zync_assets import offsets
+from zync_assets.checks.output_checks import reachable
 from zync_assets.cli.main import main
 from zync_assets.errors import CommitConflict, DataLoss, TopicMissing, TopicRecreated
 from zync_assets.ingest.commit import commit_raw
@@ -89,8 +91,19 @@ def test_an_empty_topic_beside_a_full_one_is_nothing_to_wait_for(make: Make) -> 
 def test_a_topic_that_is_not_there_is_an_error(make: Make) -> None:
     it = make()
     delete_topic(it.pipeline.kafka, it.left)
-    with pytest.raises(TopicMissing, match=it.left):
+    with pytest.raises(TopicMissing, match=f"topic {it.left} is not there. Create it, or take it out of inputs"):
         it.ingest(it.left)
+
+
+def test_a_topic_that_is_gone_is_an_error_with_the_cure_that_works(make: Make) -> None:
+    it = make()
+    it.send(it.left, row(1))
+    it.ingest(it.left)
+    delete_topic(it.pipeline.kafka, it.left)
+    message = rf"{it.left} is gone; it was there when it was ingested .* give the input another pool, and its outputs"
+    with pytest.raises(TopicMissing, match=message):
+        it.ingest(it.left)
+    assert re.search(message, reachable(it.pipeline, it.left).summary)
 
 
 def test_a_topic_that_was_created_again_is_an_error(make: Make) -> None:
@@ -114,6 +127,16 @@ def test_what_retention_took_is_an_error(make: Make) -> None:
     with pytest.raises(DataLoss, match="next offset 4 is below the low watermark 6; 2 offsets are gone"):
         it.ingest(it.left)
     assert it.next(it.left) == {0: 4}
+
+
+def test_a_single_offset_that_retention_took(make: Make) -> None:
+    it = make()
+    it.send(it.left, row(1))
+    it.ingest(it.left)
+    it.send(it.left, row(2), row(3))
+    delete_before(it, 2)
+    with pytest.raises(DataLoss, match=r"; 1 offset is gone by retention, 1\. Set on-data-loss: continue"):
+        it.ingest(it.left)
 
 
 def test_what_retention_took_is_accounted_for_where_the_file_accepts_it(make: Make) -> None:
