@@ -30,7 +30,8 @@ from zync_assets.offsets import OffsetRange, key_of, keys_over
 from zync_assets.pipeline import Pipeline, pool_path, topic_path
 from zync_assets.publish.plan import PublishPlan, plan_publish, read_output_ends
 from zync_assets.runner import keep_ends
-from zync_assets.sinks.plan import SinkPlan, plan_sink
+from zync_assets.sinks.plan import SinkPlan
+from zync_assets.sinks.steps import planned
 from zync_assets.spark.tasks import SMALL_OFFSETS
 
 
@@ -165,7 +166,7 @@ def _gather(pipeline: Pipeline) -> Facts:
     for sink in pipeline.sinks:
         for table in sink.tables:
             subject = sink_subject(sink, table)
-            put(sinks, subject, subject, lambda sink=sink, table=table: plan_sink(pipeline, sink, table))
+            put(sinks, subject, subject, lambda sink=sink, table=table: planned(pipeline, sink, table))
     return Facts(ingest, etl, publish, problems, unreachable, sinks)
 
 

@@ -42,8 +42,8 @@ from zync_assets.publish.commit import PublishCommit
 from zync_assets.publish.plan import OutputBatch
 from zync_assets.runner import commit_etl, confirm_ends, ingest_once, publish_once, read_ends, read_etl, read_output
 from zync_assets.sinks.commit import WRITE_OUTCOME
-from zync_assets.sinks.plan import SinkBatch, plan_sink
-from zync_assets.sinks.steps import read_sink, sink_table
+from zync_assets.sinks.plan import SinkBatch
+from zync_assets.sinks.steps import planned, read_sink, remedies, sink_table
 from zync_assets.spark.failures import spark_failures
 from zync_assets.spark.frames import output_frame, raw_frame
 
@@ -313,7 +313,8 @@ class PoolIOManager(IOManager):
 
     def _sink_batch(self, sink: str, table: str) -> SinkBatch:
         """The next batch of a target table, after the blocking checks of all raw records that the table lacks."""
-        batch = read_sink(self._pipeline, self._session, sink, table)
+        with remedies(sink, table):
+            batch = read_sink(self._pipeline, self._session, sink, table)
         plan = batch.plan
         if isinstance(plan.state, RawState):
             topic = plan.table.topic
@@ -442,5 +443,5 @@ class SinkIOManager(IOManager):
                     }
                 )
             reports.report_table(
-                context, plan_sink(self._pipeline, sink, table), [part for commit in commits for part in commit.ranges]
+                context, planned(self._pipeline, sink, table), [part for commit in commits for part in commit.ranges]
             )

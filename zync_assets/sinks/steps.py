@@ -14,7 +14,7 @@ from zync_assets import upkeep
 from zync_assets.conflicts import EVERYWHERE, Log, raise_first, retried
 from zync_assets.errors import BadRecords, DataLoss, SinkError, TargetRefused, TargetUnavailable, ZyncError
 from zync_assets.lake import raw
-from zync_assets.pipeline import Pipeline, SinkTable
+from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import Layout
 from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, check_table, commit_sink
 from zync_assets.sinks.plan import BATCH_OFFSETS, SinkBatch, SinkPlan, layout, place_of, plan_sink, read_source
@@ -125,6 +125,26 @@ def _names(sink: str, table: str) -> Generator[None]:
         yield
     except SinkError as error:
         raise type(error)(_with_place(str(error), sink, table)) from error
+
+
+@contextmanager
+def remedies(sink: str, table: str) -> Generator[None]:
+    """As ``_names``, and an outage has its cure: for a caller that does not wait for its end."""
+    try:
+        with _names(sink, table):
+            yield
+    except TargetUnavailable as error:
+        raise _with_cure(error) from error
+
+
+def _with_cure(error: TargetUnavailable) -> TargetUnavailable:
+    return TargetUnavailable(f"{str(error).rstrip('.')}. {OUTAGE_CURE}")
+
+
+def planned(pipeline: Pipeline, sink: Sink, table: SinkTable) -> SinkPlan:
+    """The plan of the next batch. Its errors name the sink and the cure of an outage."""
+    with remedies(sink.name, table.name):
+        return plan_sink(pipeline, sink, table)
 
 
 def _with_place(text: str, sink: str, table: str) -> str:
@@ -244,4 +264,4 @@ def _outlast(work: Callable[[], T], patience: Sequence[float] = OUTAGES) -> T:
     try:
         return work()
     except TargetUnavailable as error:
-        raise TargetUnavailable(f"{str(error).rstrip('.')}. {OUTAGE_CURE}") from error
+        raise _with_cure(error) from error

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from dagster import AssetCheckKey, AssetMaterialization
 
+from zync_assets.assets.facts import gather
 from zync_assets.assets.reports import last_offset
 from zync_assets.checks.output_checks import run_all
-from zync_assets.errors import CheckFailed
+from zync_assets.errors import CheckFailed, TargetUnavailable
 from zync_assets.local.services import Services
 from zync_assets.runner import ingest_all
+from zync_assets.sinks.sqlite import SqliteTarget
 from zync_assets.sinks.steps import sink_all
 from zync_assets.spark.session import spark_session
 from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments, told
@@ -81,6 +83,19 @@ def test_the_sensor_writes_what_is_due_and_reports_what_was_done_outside(rig: Ri
     found = reported(ticks())
     assert found[f"{sink(rig)}/payments", OPEN] == 2
     assert jobs(ticks()) == []
+
+
+def test_an_outage_of_a_target_names_the_sink_and_the_cure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: object) -> None:
+        raise TargetUnavailable("connection refused")
+
+    rig.send(rig.payments, payments(1))
+    rig.ingest(rig.payments)
+    monkeypatch.setattr(SqliteTarget, "progress", away)
+    told = f"sink {sink(rig)}, table payments: connection refused. Check the url, and that the target is up."
+    assert told in gather(rig.pipeline).problems.values()
+    (failed,) = failures(rig.run(rig.names.sink_job(sink(rig), "payments"), fails=True))
+    assert told in failed
 
 
 def test_all_rows_are_compared_in_a_job_of_their_own(rig: Rig) -> None:
