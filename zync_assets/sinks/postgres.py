@@ -79,6 +79,7 @@ _LOGIN_ERRORS: Mapping[str, str] = {
     "password authentication failed": "Correct the user or the password in the url.",
     "no pg_hba.conf entry": "Let the server's pg_hba.conf take this host, user and database.",
     "does not exist": "Correct the url, or create it.",
+    r"invalid (integer value|\S+ value:)": "Correct the option in the url, or its variable such as PGSSLMODE.",
 }
 """Texts of failed logins that no waiting cures → the cure. A failed login has no SQLSTATE."""
 _COPY_PLACE = re.compile(r"\s*CONTEXT: +COPY .*, line \d+$|COPY .*?, line \d+, (?=column )")
@@ -348,7 +349,7 @@ def _login_cure(error: exc.DBAPIError, url: sa.URL) -> str | None:
         quote = names.identifier_preparer.quote
         grant = f"GRANT CONNECT ON DATABASE {quote(url.database or '')} TO {quote(url.username or '')};"
         return f"Run:\n{with_single_percents(grant, names)}"
-    return next((cure for words, cure in _LOGIN_ERRORS.items() if words in text), None)
+    return next((cure for words, cure in _LOGIN_ERRORS.items() if re.search(words, text)), None)
 
 
 def missing_rights(connection: Connection, table: str | None) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from zync_assets.sinks.postgres import OPTIONS, connect_options
+from zync_assets.errors import SinkError, TargetUnavailable
+from zync_assets.sinks.postgres import OPTIONS, PostgresTarget, connect_options
+from zync_assets_tests.sinks.conformance import PLACE
 
 
 @pytest.mark.parametrize(
@@ -56,3 +58,12 @@ def test_the_url_says_which_authority_is_trusted() -> None:
     expected = {name: value for name, value in OPTIONS.items() if name != "connect_timeout"}
     assert connect_options(url, {}) == {**expected, "sslmode": "verify-full"}
     assert "sslrootcert" not in connect_options(sa.make_url("postgresql://db.example"), {"PGSSLROOTCERT": "ca.pem"})
+
+
+@pytest.mark.parametrize("option", ["sslmode=bogus", "keepalives_idle=abc", "load_balance_hosts=bogus"])
+def test_an_option_that_libpq_refuses_is_no_outage(option: str) -> None:
+    with pytest.raises(
+        SinkError, match=r"invalid .*\. Correct the option in the url, or its variable such as"
+    ) as raised:
+        PostgresTarget(f"postgresql://u@127.0.0.1:1/d?{option}").progress(PLACE)
+    assert not isinstance(raised.value, TargetUnavailable)
