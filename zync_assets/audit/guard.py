@@ -257,7 +257,7 @@ def refuse_unsound(snapshot: Snapshot, topic: str, *, whole: bool = False, outco
         check = partial(contiguous_output_offsets, pipeline, topic, parts, snapshot)
         require_pass(snapshot, pool, check, outcome, soon=not whole)
     for block in pool_blocks(snapshot, pool, [topic]):
-        raise CheckFailed(f"topic {topic}: {block} {outcome} {remedy(pipeline)}")
+        raise CheckFailed(f"topic {topic}: {str(block).rstrip('.')}. {outcome} {remedy(pipeline)}")
 
 
 def refuse_blocks(snapshot: Snapshot, reader: str, topics: Iterable[str], outcome: str) -> None:
@@ -266,7 +266,7 @@ def refuse_blocks(snapshot: Snapshot, reader: str, topics: Iterable[str], outcom
     ``reader``: the name of the reading step, such as ``pool Staging``. ``outcome``: what the error says of the step.
     """
     for block in raw_blocks(snapshot, topics):
-        raise CheckFailed(f"{reader}: {block} {outcome} {remedy(snapshot.pipeline)}")
+        raise CheckFailed(f"{reader}: {str(block).rstrip('.')}. {outcome} {remedy(snapshot.pipeline)}")
 
 
 def refuse_disorder(snapshot: Snapshot, reader: str, ranges: Mapping[str, Sequence[OffsetRange]], outcome: str) -> None:
@@ -338,7 +338,7 @@ def require_pass(
     if not result.passed:
         way_out = remedy(snapshot.pipeline)
         cure = "" if way_out in result.summary else f" {way_out}"
-        raise CheckFailed(f"{result.subject}: {result.name}: {result.summary} {outcome}{cure}")
+        raise CheckFailed(f"{result.subject}: {result.name}: {result.summary.rstrip('.')}. {outcome}{cure}")
 
 
 def check_rollback(item: Input, head: Head, state: RawState | None) -> None:

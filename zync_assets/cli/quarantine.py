@@ -200,7 +200,10 @@ def drop(
         raise ZyncError("say which records are to be dropped: --topic, --offsets, --sink or --all.")
     loaded = load(pipeline)
     asked = selection(loaded, topics, ranges, sinks)
-    _say({"dropped": (0 if sinks else drop_all(loaded, asked)) + drop_refused(loaded, asked)}, fmt)
+    dropped = (0 if sinks else drop_all(loaded, asked)) + drop_refused(loaded, asked)
+    if not dropped and not everything:
+        raise ZyncError(f"the options name no record of quarantine. What is: {loaded.command('quarantine list')}")
+    _say({"dropped": dropped}, fmt)
 
 
 def _of_rules(pipeline: Pipeline, asked: Selection) -> Iterable[QuarantinedRecord]:

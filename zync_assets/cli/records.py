@@ -132,7 +132,17 @@ def trace_rows(pipeline: Pipeline, topic: str, partition: int, offset: int) -> l
     output = _output(state, topic, partition, offset) if state else None
     if output is None:
         position = state.head.outputs.get((topic, partition)) if state else None
-        held = f"offsets {position.base} to {position.next - 1}" if position else "none of this partition"
+        filled = (
+            [part for (of, part), place in state.head.outputs.items() if of == topic and place.next > place.base]
+            if state
+            else []
+        )
+        if position and partition in filled:
+            held = f"offsets {position.base} to {position.next - 1}"
+        elif filled:
+            held = f"none of this partition. Choose one with --partition: {', '.join(map(str, sorted(filled)))}"
+        else:
+            held = "no outputs of this topic yet"
         raise LakeError(f"{place_text(topic, partition)}: offset {offset} is not staged; {pool} holds {held}")
     rows: list[Row] = [
         {

@@ -30,7 +30,7 @@ from zync_assets.errors import (
     TopicMissing,
     ZyncError,
 )
-from zync_assets.kafka.trust import is_refusal, trust_error
+from zync_assets.kafka.trust import is_refusal, listener_cure, trust_error
 
 Token: TypeAlias = "tuple[str, float] | tuple[str, float, str, dict[str, str]]"
 """The token and when it ends (seconds since the epoch); then perhaps a principal and SASL extensions (RFC 7628)."""
@@ -237,10 +237,10 @@ class Connection:
 
     def unavailable(self, doing: str) -> BrokerUnavailable:
         """The error for "no answer in time" while ``doing`` (a phrase such as "reading orders")."""
-        reason = f" ({self.trouble.str()})" if self.trouble is not None else ""
+        trouble = self.trouble.str() if self.trouble is not None else ""
+        cure = listener_cure(trouble) or "check bootstrap.servers and that the broker is up"
         return BrokerUnavailable(
-            f"no Kafka broker answered at {self.servers} while {doing}{reason}; "
-            "check bootstrap.servers and that the broker is up"
+            f"no Kafka broker answered at {self.servers} while {doing}{trouble and f' ({trouble})'}; {cure}"
         )
 
     def error(

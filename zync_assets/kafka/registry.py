@@ -252,7 +252,8 @@ def _answer_error(config: RegistryConfig, error: SchemaRegistryError, at: str, l
         return RegistryError(f"{at} refused the login (HTTP status {status}): {label}; {_login_cure(config)}")
     # Of a 404 only the code tells: a wrong address gives one too.
     kind = SchemaUnknown if error.error_code in NOT_FOUND else RegistryError
-    return kind(f"{at} refused: {label}: {message}")
+    cure = "" if kind is SchemaUnknown or status != 404 else "; check registry.url, its path too"
+    return kind(f"{at} refused: {label}: {message}{cure}")
 
 
 def _silence_error(config: RegistryConfig, error: Exception, at: str, label: str) -> RegistryError:

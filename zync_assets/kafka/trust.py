@@ -114,6 +114,7 @@ _BAD_CLIENT = re.compile(r"SSL alert number (42|43|44|45|46|48|116)\b")
 """Alerts about the certificate that the peer was shown, or was not (RFC 8446, section 6.2)."""
 _TOKEN = "Failed to acquire SASL OAUTHBEARER token"
 _OUTAGE = re.compile(r"connect to|resolve|timed? ?out|HTTP (response code )?5\d\d|Connection re", re.IGNORECASE)
+_WRONG_LISTENER = re.compile(r"broker listener\?|SSL listener\?|security\.protocol|not valid in current SASL state")
 _PLACE = re.compile(r"^\w+://(?P<host>[^/\s]+):(?P<port>\d+)/\S+: ")
 _STATE = re.compile(r" \(after \d+ms in state \w+\)")
 _PREFIX = re.compile(r"^(SASL authentication error: )?(Authentication failed: )?")
@@ -164,7 +165,20 @@ def _client_fault(kafka: Mapping[str, str], at: str) -> str:
     )
 
 
+def listener_cure(text: str) -> str | None:
+    """The cure if a report of librdkafka looks like the wrong protocol for the listener; None for another report.
+
+    >>> listener_cure("Disconnected: connecting to a PLAINTEXT broker listener?")
+    'correct security.protocol, or the port in bootstrap.servers: the listener seems to have another protocol'
+    """
+    if not _WRONG_LISTENER.search(text):
+        return None
+    return "correct security.protocol, or the port in bootstrap.servers: the listener seems to have another protocol"
+
+
 def _login_cure(kafka: Mapping[str, str], name: str, words: str) -> str:
+    if (cure := listener_cure(words)) is not None:
+        return cure
     if "echanism" in words and "nsupported" in words:
         return "set sasl.mechanism to one that the listener has"
     if name.upper() != "OAUTHBEARER":

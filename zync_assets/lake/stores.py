@@ -261,6 +261,7 @@ _DISK = (
         r"Permission denied|Operation not permitted|os error 13|[Ee]rrno 13",
         "this user may not do that. Give it the right to write",
     ),
+    (r"[Ee]rrno 2\] Cannot create directory", "no folder can be made there. Name another folder"),
 )
 
 

@@ -122,7 +122,10 @@ def _folder(fields: Fields, key: str, text: str, path: Path) -> str:
             fields.problem(key, "a file: URI needs an absolute path, as in file:///data/lake; or write a folder")
         text = unquote(parts.path)
     try:
-        return str((path.absolute().parent / Path(text).expanduser()).resolve())
+        folder = (path.absolute().parent / Path(text).expanduser()).resolve()
+        if any(each.is_file() for each in (folder, *folder.parents)):
+            fields.problem(key, "is a file, or a path below one; name a folder")
+        return str(folder)
     except (OSError, RuntimeError, ValueError):
         fields.problem(key, "is no path that this system takes; write a folder")
         return ""

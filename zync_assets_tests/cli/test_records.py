@@ -81,6 +81,8 @@ def test_what_is_not_staged_is_said(sound_chain: Chain) -> None:
         1,
         f"error: topic {sound_chain.new}, partition 0: offset 7 is not staged; Staging holds offsets 0 to 6\n",
     )
+    found = CliRunner().invoke(main, ["trace", path, sound_chain.new, "0", "--partition", "5"])
+    assert found.stderr.endswith("Staging holds none of this partition. Choose one with --partition: 0\n")
     for topic, text in (("elsewhere", "is no output"), (sound_chain.invoices, "offset 0 is not pending")):
         found = CliRunner().invoke(main, ["trace", path, topic, "0"])
         assert found.exit_code == 1

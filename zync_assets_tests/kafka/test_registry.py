@@ -96,6 +96,7 @@ def test_an_address_that_is_no_registry_says_nothing_of_an_id(services: Services
     with pytest.raises(RegistryError) as caught:
         Registry(RegistryConfig(f"{services.registry_url}/elsewhere")).schema(1)
     assert not isinstance(caught.value, SchemaUnknown)
+    assert str(caught.value).endswith("; check registry.url, its path too")
 
 
 def test_references_are_put_into_one_document(services: Services, registry: Registry, unique: str) -> None:

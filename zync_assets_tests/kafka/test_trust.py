@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from confluent_kafka import KafkaError as ClientError
 
-from zync_assets.kafka.trust import is_refusal
+from zync_assets.kafka.client import Connection
+from zync_assets.kafka.trust import is_refusal, trust_error
 
 TOKEN = "Failed to acquire SASL OAUTHBEARER token: "
 
@@ -24,3 +25,25 @@ TOKEN = "Failed to acquire SASL OAUTHBEARER token: "
 )
 def test_a_refusal_is_told_from_an_outage(code: int, text: str, refused: bool) -> None:
     assert is_refusal(ClientError(code, text)) is refused
+
+
+def test_a_login_at_a_listener_without_logins_has_its_cure() -> None:
+    words = (
+        "SASL PLAIN mechanism handshake failed: Broker: Request not valid in current SASL state: supported mechanisms: "
+    )
+    error = trust_error(
+        ClientError(ClientError._AUTHENTICATION, words), {"sasl.mechanism": "PLAIN"}, "h:1", "reading t"
+    )
+    assert str(error).endswith(
+        "; correct security.protocol, or the port in bootstrap.servers: the listener seems to have another protocol"
+    )
+
+
+def test_tls_at_a_listener_without_tls_has_its_cure() -> None:
+    connection = Connection({"bootstrap.servers": "h:1"}, {})
+    connection.trouble = ClientError(
+        ClientError._SSL, "SSL connection closed by peer: connecting to a PLAINTEXT broker listener? (after 0ms)"
+    )
+    assert "; correct security.protocol, or the port" in str(connection.unavailable("reading t"))
+    connection.trouble = None
+    assert str(connection.unavailable("reading t")).endswith("; check bootstrap.servers and that the broker is up")

@@ -36,6 +36,12 @@ def written(uri: str, *offsets: int) -> list[tables.DataFile]:
     return [file(uri, records(offsets))]
 
 
+def test_a_place_where_no_folder_can_be_made_is_named_with_its_cure() -> None:
+    text = "[Errno 2] Cannot create directory '/proc/lake'. Detail: [errno 2] No such file or directory"
+    refusal = stores.disk_refusal("lake /proc/lake", text)
+    assert str(refusal).startswith("lake /proc/lake: no folder can be made there. Name another folder, and run again")
+
+
 @pytest.mark.parametrize("lake", ["folder", "bucket"])
 def test_of_writers_that_create_or_commit_at_once_one_wins(s3: S3, tmp_path: Path, unique: str, lake: str) -> None:
     """There is no lock table: the conditional put of the log entry decides (in a folder, the exclusive creation of a file)."""

@@ -111,6 +111,8 @@ def test_spark_redacts_every_option_that_is_a_secret() -> None:
         ("{uri: s3://b, access-key-id: k}", "lake.access-key-id: takes secret-access-key: beside it"),
         ("{uri: ./lake, region: x}", "lake.region: is a setting of an object store"),
         ("ftp://b/x", "lake: is in no kind of store that is known here"),
+        ("./lake.yaml", "lake: is a file, or a path below one; name a folder"),
+        ("./lake.yaml/x", "lake: is a file, or a path below one; name a folder"),
         ("[a]", "lake: must be a folder, a URI or a mapping"),
     ],
 )

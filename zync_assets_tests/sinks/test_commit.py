@@ -684,6 +684,9 @@ def test_an_envelope_that_is_no_change_of_a_row_is_put_aside(
     assert json.loads(replayed.stdout) == {"replayed": 0, "left": 2}
     assert json.loads(quarantine("drop", "--sink", "some").stdout) == {"dropped": 2}
     assert {item.sink.name for item in refused_records(it.pipeline, Selection())} == {"rows", "kept"}
+    again = quarantine("drop", "--sink", "some")
+    assert (again.exit_code, again.stdout) == (1, "")
+    assert "the options name no record of quarantine. What is: zync quarantine list" in again.stderr
     wrong = quarantine("drop", "--sink", "other")
     assert wrong.exit_code == 1
     assert "--sink other: the sinks of this pipeline are rows, some, kept." in wrong.stderr

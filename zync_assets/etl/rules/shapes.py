@@ -218,9 +218,10 @@ def _unify(
         return StructType([StructField(name, kind) for name, kind in fields.items()])
     found = wider(have, more) if wide else None
     if found is None:
+        cure = "CAST the rule's, or name another output" if wide else "CAST one of them"
         raise EtlError(
             f"{path} is {more.simpleString()} in {second[path]} and {have.simpleString()} in {first[path]}. A field of an"
-            " output topic has one type in all rules: CAST one of them."
+            f" output topic has one type in all rules: {cure}."
         )
     return found
 
