@@ -40,6 +40,8 @@ UNSET = "\ufffd"
 _VARIABLE = re.compile(
     r"(?P<escaped>\$\$\{)|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<has_default>:-(?P<default>[^{}]{0,1000}))?\}|(?P<bad>\$\{)"
 )
+_PLAIN = dict(zip("\uff1a\uff0c\uff5b\uff5d\u3010\u3011\u201c\u201d\u2018\u2019", ":,{}[]\"\"''", strict=True))
+"""Punctuation of other keyboards and of word processors → that of YAML."""
 _NULL = re.compile(r"null|Null|NULL|~|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _INT = re.compile(r"[-+]?[0-9]{1,40}")
@@ -130,8 +132,10 @@ def parse(text: str, env: Mapping[str, str]) -> tuple[Node | None, list[Problem]
     except MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else composer.line
+        at = f", column {mark.column + 1}" if mark is not None else ""
         # Only the parser's own words: its snippet of the file could hold a secret.
-        return None, [*composer.problems, Problem(line, "", f"is no YAML: {error.problem or error.context}")]
+        message = f"is no YAML{at}: {error.problem or error.context}{_hint(composer.lines, line)}"
+        return None, [*composer.problems, Problem(line, "", message)]
     except ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
         return None, [
@@ -141,6 +145,18 @@ def parse(text: str, env: Mapping[str, str]) -> tuple[Node | None, list[Problem]
     except (ValueError, TypeError, AttributeError, LookupError, AssertionError, NotImplementedError):
         # The parser meets some malformed input with a bare error of its own making.
         return None, [*composer.problems, Problem(composer.line, "", "is no YAML from here on")]
+
+
+def _hint(lines: Sequence[str], line: int) -> str:
+    """What may be wrong about a line that is no YAML, or about the line before."""
+    for text in reversed(lines[max(0, line - 2) : line]):
+        if wide := re.search(f"[{''.join(_PLAIN)}]", text):
+            return f"; the line has the character {wide[0]}, write {_PLAIN[wide[0]]}"
+        if re.search(r"[{\[,][^'\"#]*\$\{", text):
+            return '; in braces or brackets, put ${NAME} in quotes: "${NAME}"'
+        if re.search(r"[{\[][^'\"#]*\([^()]*,", text):
+            return "; in braces or brackets, put an expression that has a comma in quotes"
+    return ""
 
 
 def _read_text(path: Path) -> tuple[str, Problem | None]:
@@ -203,14 +219,15 @@ class _Composer:
         if depth > MAX_DEPTH:
             self._stop(path, f"nested deeper than {MAX_DEPTH} levels")
         if isinstance(event, MappingStartEvent):
-            return self._table(line, events, path, depth)
+            return self._table(line, events, path, depth, in_braces=bool(event.flow_style))
         if isinstance(event, SequenceStartEvent):
             return self._items(line, events, path, depth)
         assert isinstance(event, ScalarEvent)
         return self._scalar(event, line, path)
 
-    def _table(self, line: int, events: Iterator[Event], path: str, depth: int) -> YamlTable:
+    def _table(self, line: int, events: Iterator[Event], path: str, depth: int, *, in_braces: bool) -> YamlTable:
         entries: dict[str, YamlEntry] = {}
+        cut = ""
         while not isinstance(event := self._next(events), MappingEndEvent):
             if not isinstance(event, ScalarEvent):
                 self._stop(path, "a key must be text, not a list or a mapping")
@@ -220,6 +237,14 @@ class _Composer:
             key, key_line = str(event.value), _line(event)
             inner = f"{path}.{key}" if path else key
             node = self.node(self._next(events), events, inner, depth + 1)
+            if cut and isinstance(node, Scalar) and not node.text:
+                message = "ends at a comma; in braces, put an expression that has a comma in quotes"
+                self._problem(key_line, cut, message, explains=(cut,))
+                continue
+            is_open = (
+                in_braces and isinstance(node, Scalar) and node.plain and node.text.count("(") > node.text.count(")")
+            )
+            cut = inner if is_open else ""
             if key in entries:
                 self._problem(key_line, inner, f"is here twice; it is on line {entries[key].line} already")
             else:
