@@ -294,7 +294,7 @@ def _read_plan(pipeline: Pipeline, session: Session, plan: EtlPlan) -> EtlBatch:
     # Each slice asks for the session. The session would set its properties again each time.
     once = cache(session)
     slices = {topic: read_raw(once, pipeline, plan, topic) for topic in plan.ranges}
-    return transform(once, pipeline, plan, slices)
+    return transform(once, plan, slices)
 
 
 def rebuild_all(

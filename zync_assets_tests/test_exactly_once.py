@@ -130,7 +130,6 @@ class Steps(RuleBasedStateMachine):
         batches = [
             transform(
                 self.spark,
-                pipeline,
                 plan,
                 {topic: read_raw(self.spark, pipeline, plan, topic) for topic in plan.ranges},
             )

@@ -113,7 +113,7 @@ def test_a_batch_that_was_planned_before_is_committed_after(it: Mini) -> None:
         it.ingest()
     plan = plan_etl(it.pipeline, "Staging")
     slices = {topic: read_raw(it.spark, it.pipeline, plan, topic) for topic in plan.ranges}
-    batch = transform(it.spark, it.pipeline, plan, slices)
+    batch = transform(it.spark, plan, slices)
     for topic in (it.left, it.right):
         assert upkeep.compact(it.spark, f"{it.lake}/Raw/{topic}") == 4
     assert commit_staging(it.pipeline, batch).counts["outputs"] == 4

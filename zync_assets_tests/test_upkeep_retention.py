@@ -136,7 +136,7 @@ def test_a_batch_that_looks_again_and_a_retention_at_once(it: Mini) -> None:
     taken = kept.edited(KEEP + JOIN)  # the rule takes every record now
     plan = plan_etl(taken.pipeline, "Staging", Retry(unmatched=True))
     slices = {topic: read_raw(it.spark, taken.pipeline, plan, topic) for topic in plan.ranges}
-    batch = transform(it.spark, taken.pipeline, plan, slices)
+    batch = transform(it.spark, plan, slices)
     assert retire(taken.pipeline, taken.pipeline.input(it.left), now()[0])
     with pytest.raises(CommitConflict):
         commit_staging(taken.pipeline, batch)

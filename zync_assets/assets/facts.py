@@ -172,14 +172,14 @@ def _gather(pipeline: Pipeline) -> Facts:
 
 @dataclass(frozen=True)
 class DueStep:
-    """A job that is due. ``partitions``: the name of its definition; ``keys``: the ranges to run, as many as may be."""
+    """A job that is due. ``partitions``: the name of its definition; ``keys``: the ranges to run, as many as may be; ``ready``:
+    the offsets to process, if known."""
 
     job: str
     assets: frozenset[AssetKey]
     partitions: str
     keys: tuple[OffsetRange, ...]
     ready: tuple[OffsetRange, ...]
-    """The number of offsets to process, if known."""
     upstream: tuple[AssetKey, ...]
     """The raw tables whose failed checks block the step."""
     selection: tuple[AssetKey, ...] | None = None

@@ -180,7 +180,7 @@ def staging(names: Names, labels: AssetLabels, pool: str) -> AssetsDefinition:
             reports.refuse_partitions(pool, plan.state, keys)
             if plan.nothing_to_do:
                 reports.refuse_ahead(pool, plan.state, keys)
-            batch = transform(partial(session, spark), pipeline, plan, slices_by_topic)
+            batch = transform(partial(session, spark), plan, slices_by_topic)
         return batch if len(outputs) == 1 else tuple(batch for _ in outputs)
 
     return etl

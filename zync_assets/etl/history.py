@@ -131,9 +131,7 @@ def _seen(state: StagingState) -> dict[tuple[str, int], int]:
 
 
 def _batch(pipeline: Pipeline, session: Session, plan: EtlPlan) -> EtlBatch:
-    return transform(
-        session, pipeline, plan, {topic: read_raw(session, pipeline, plan, topic) for topic in plan.ranges}
-    )
+    return transform(session, plan, {topic: read_raw(session, pipeline, plan, topic) for topic in plan.ranges})
 
 
 def _recomputed(own: Pipeline, session: Session, pipeline: Pipeline, pool: str) -> Iterator[EtlCommit]:

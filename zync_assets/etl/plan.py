@@ -408,9 +408,7 @@ def read_raw(spark: SparkSession | Session, pipeline: Pipeline, plan: EtlPlan, t
     return RawSlice(topic, plan, lazy_session(spark))
 
 
-def transform(
-    spark: SparkSession | Session, pipeline: Pipeline, plan: EtlPlan, slices: Mapping[str, RawSlice]
-) -> EtlBatch:
+def transform(spark: SparkSession | Session, plan: EtlPlan, slices: Mapping[str, RawSlice]) -> EtlBatch:
     """The lazy batch over the slices of one plan; EtlError if a slice is missing or belongs to another batch."""
     for topic in plan.ranges:
         found = slices.get(topic)

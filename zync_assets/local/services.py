@@ -1,9 +1,7 @@
 """Starts, finds, stops and removes a user's own Kafka broker and schema registry on 127.0.0.1.
 
 The files of both services lie in one folder, the state folder. This module never touches processes of other folders, nor
-files that were in the folder before.
-
-The demo's files in the repository, and the demo's own services.
+files that were in the folder before. The demo has a state folder of its own, which is found here too.
 """
 
 from __future__ import annotations

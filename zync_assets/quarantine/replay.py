@@ -121,8 +121,10 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
     )
     # 2. Decode the records, and write the records that can be decoded to new files. One Spark task suffices for the few
     #    quarantined records, and gives one type per column.
-    write = _write_shapes if item.shape is not None else _write_records
-    result, schema = write(spark, pipeline, plan, task)
+    if item.shape is not None:
+        result, schema = _write_shapes(spark, pipeline, plan, task)
+    else:
+        result, schema = _write_records(spark, plan, task)
     if result.files:
         # 3. Check that the pipeline file accepts the schemas of the writers.
         source = replace(task.source, key_type=result.key_type, value_type=result.value_type)
@@ -287,9 +289,7 @@ def _millis(moment: Any) -> int | None:
     return None if moment is None else round(moment.timestamp() * 1000)
 
 
-def _write_records(
-    spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan, task: RawReplayTask
-) -> tuple[ReplayResult, pa.Schema]:
+def _write_records(spark: SparkSession, plan: ReplayPlan, task: RawReplayTask) -> tuple[ReplayResult, pa.Schema]:
     """Decode and write the records as they are; the result, and the raw table's columns after it."""
     [result] = run_tasks(spark, 1, lambda _: task.run())
     source = replace(task.source, key_type=result.key_type, value_type=result.value_type)

@@ -96,7 +96,7 @@ def sink_table(
         nonlocal first
         batch, first = first, None
         with _names(sink, table):
-            return sink_once(pipeline, partial(read_sink, pipeline, session, sink, table, limit), batch)
+            return sink_once(partial(read_sink, pipeline, session, sink, table, limit), batch)
 
     while True:
         try:
@@ -198,7 +198,7 @@ def read_sink(pipeline: Pipeline, session: Session, sink: str, table: str, limit
 
 
 def sink_once(
-    pipeline: Pipeline, read: Callable[[], SinkBatch], first: SinkBatch | None = None, log: Log = _log.warning
+    read: Callable[[], SinkBatch], first: SinkBatch | None = None, log: Log = _log.warning
 ) -> SinkCommit | None:
     """Write one batch; None if there is nothing to do. ``first``: a batch that was read already."""
 

@@ -387,8 +387,7 @@ def test_of_two_batches_over_the_same_records_one_is_committed(make: Make) -> No
     it.ingest()
     plans = [plan_etl(it.pipeline, "Staging") for _ in range(2)]
     batches = [
-        transform(it.spark, it.pipeline, plan, {t: read_raw(it.spark, it.pipeline, plan, t) for t in plan.ranges})
-        for plan in plans
+        transform(it.spark, plan, {t: read_raw(it.spark, it.pipeline, plan, t) for t in plan.ranges}) for plan in plans
     ]
     commit_staging(it.pipeline, batches[0])
     with pytest.raises(CommitConflict):
@@ -453,7 +452,7 @@ def test_a_backlog_goes_in_batches_and_gives_the_same(make: Make) -> None:
     made: list[dict[str, int]] = []
     while not (plan := plan_etl(it.pipeline, "Staging", limit=2)).nothing_to_do:
         slices = {topic: read_raw(it.spark, it.pipeline, plan, topic) for topic in plan.ranges}
-        batch = transform(it.spark, it.pipeline, plan, slices)
+        batch = transform(it.spark, plan, slices)
         made.append(dict(commit_staging(it.pipeline, batch).counts))
     assert made == [{"pending": 2}, {"pending": 1, "outputs": 1, "done": 2}, {"outputs": 2, "done": 4}]
     assert [value["id"] for value in it.values()] == [0, 1, 2]

@@ -325,5 +325,5 @@ def batch(it: Mini, limit: int) -> bool:
     if plan.nothing_to_do:
         return False
     slices = {topic: read_raw(it.spark, it.pipeline, plan, topic) for topic in plan.ranges}
-    commit_staging(it.pipeline, transform(it.spark, it.pipeline, plan, slices))
+    commit_staging(it.pipeline, transform(it.spark, plan, slices))
     return True

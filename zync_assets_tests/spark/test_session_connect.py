@@ -335,7 +335,7 @@ pipeline = load(Path(sys.argv[1]))
 session = lambda: spark_session(pipeline.spark, pipeline.lake)
 plan = plan_etl(pipeline, "Staging")
 spark = session()
-batch = transform(spark, pipeline, plan, {topic: read_raw(spark, pipeline, plan, topic) for topic in plan.ranges})
+batch = transform(spark, plan, {topic: read_raw(spark, pipeline, plan, topic) for topic in plan.ranges})
 (server,) = shared_servers.find_all()
 os.kill(server.pid, signal.SIGKILL)
 try:

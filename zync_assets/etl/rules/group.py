@@ -66,7 +66,7 @@ class GroupKind(Kind):
         of = "slice(records, made.first + 1, made.size)"
         if failing is not None:
             of = f"filter({of}, (record, at) -> NOT array_contains(made.without, made.first + at))"
-        own = made.selectExpr("hash", "made.kind AS kind", f"{of} AS records", *_columns(rule, types, "made.state", of))
+        own = made.selectExpr("hash", "made.kind AS kind", f"{of} AS records", *_columns(rule, "made.state", of))
         order = ord_sql(emission.ordering, rule, "element_at(records, -1).ord")
         rows = own.selectExpr("* EXCEPT (kind)", f"{kind_sql(rule)} AS kind", f"{order} AS ord")
         if failing is None:
@@ -403,7 +403,7 @@ def _updated(item: Aggregate, at: int) -> str:
     return f"CASE WHEN {new} IS NULL THEN {old} ELSE coalesce({old}, {none}) {word} {new} END"
 
 
-def _columns(rule: Rule, types: Mapping[str, DataType], state: str, records: str) -> list[str]:
+def _columns(rule: Rule, state: str, records: str) -> list[str]:
     """The aggregates of a complete group, each under its name."""
     assert rule.group is not None
     found: list[str] = []

@@ -269,7 +269,7 @@ def test_a_long_history_is_taken_in_batches_of_files(make: Make) -> None:
     batches: list[int] = []
     while not (plan := plan_etl(pipeline, "Staging", limit=15)).nothing_to_do:
         slices = {topic: read_raw(spark, pipeline, plan, topic) for topic in plan.ranges}
-        done = commit_staging(pipeline, transform(spark, pipeline, plan, slices))
+        done = commit_staging(pipeline, transform(spark, plan, slices))
         batches.append(sum(part.end - part.first for parts in done.consumed.values() for part in parts))
         contiguous = contiguous_output_offsets(pipeline, shop.it.out)
         assert contiguous.passed, contiguous
