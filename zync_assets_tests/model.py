@@ -3,7 +3,8 @@
 A record goes to the first rule that accepts it. The k-th left record of a join key pairs with the k-th right record, in the
 order of partition and offset of the pending records. The records of a group are in the order of outputs, and the group ends with
 the first record that makes it complete. A record with an expiry waits until a record of its rule's topics is too late for it. A
-batch's outputs are ordered by the time, place, partition and offset of the completing input.
+batch's outputs are ordered by the time, place, partition and offset of the completing input. Under a source's order, they are
+ordered by that in place of the time.
 
 The rules of a held output look at the records one by one, in the order of outputs. A record of a stateless rule is pending
 while an earlier record of the same source row (topic and key) is. The record's output follows the output of the earlier
@@ -107,8 +108,9 @@ class Gather:
 
 
 Rule = OneToOne | Fan | Pair | Gather
-Place = tuple[float, int, int, int]
-"""The place of an output among those of a batch: time, input, partition, offset."""
+Place = tuple[float, ...]
+"""The place of an output among those of a batch: time or the source's order, input, partition, offset. With more numbers where
+several outputs come before that of one record."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ class Model:
     drops: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
     """The held output topics."""
+    source: Callable[[Record], int] | None = None
+    """The source's order of a record, if all inputs have one."""
     outputs: dict[str, list[Out]] = field(default_factory=lambda: defaultdict(list))
     counts: Counter[tuple[str, int, str]] = field(default_factory=Counter)
     classes: dict[tuple[str, int, int], str] = field(default_factory=dict)
@@ -139,6 +143,8 @@ class Model:
     """Held output and source row → the pending records of the row, in their order."""
     _times: dict[tuple[str, int, int], int] = field(default_factory=dict)
     _reached: dict[tuple[str, int], int] = field(default_factory=dict)
+    _batch: list[Record] = field(default_factory=list)
+    """The records of the batch that can be decoded."""
 
     def batch(self, records: Iterable[Record]) -> None:
         """One ETL batch over new records, each partition's in the order of its offsets."""
@@ -146,11 +152,13 @@ class Model:
         made: list[tuple[Place, str, Out]] = []
         clocks: dict[str, int] = {}
         held: list[tuple[Record, Rule | None]] = []
+        self._batch = []
         for record in records:
             self._see(record)
             if record.value is GARBAGE:
                 self._settle(record, "quarantined")
                 continue
+            self._batch.append(record)
             clocks[record.topic] = max(clocks.get(record.topic, 0), self._times[record.place])
             rule = next((rule for rule in self.rules if _names(rule, record.topic) and _holds(rule, record)), None)
             if rule is not None and rule.out in self.held:
@@ -267,7 +275,7 @@ class Model:
             outputs = [] if at is None else _results(rule, list(group))
             for each in group:
                 self._settle(each, "expired" if at is None else "done" if outputs else "dropped")
-            made.extend((at or (0, 0, 0, 0), *out) for out in outputs)
+            made.extend((at or (0,), *out) for out in outputs)
             group.clear()
 
         for record in sorted([*self._waiting[rule.name], *new], key=self._order):
@@ -275,13 +283,13 @@ class Model:
             by = rule.by(record)
             group = groups[record.place if by is None else ("", by)]
             if group and self._is_late(group[0], self._times[record.place], rule.expiry):
-                end(group, self._expired_at(group, rule.expiry))
+                end(group, self._expired_at(group, rule.expiry, rule.topics))
             group.append(record)
             if by is not None and rule.complete(group):
                 end(group, self._order(record))
         for group in groups.values():
             if group and self._is_late(group[0], clock, rule.expiry):
-                end(group, self._expired_at(group, rule.expiry))
+                end(group, self._expired_at(group, rule.expiry, rule.topics))
         self._waiting[rule.name] = [record for group in groups.values() for record in group]
         return made
 
@@ -295,9 +303,10 @@ class Model:
         def expire(queue: list[Record], time: int) -> None:
             for record in [each for each in queue if self._is_late(each, time, expiry)]:
                 queue.remove(record)
-                at = self._expired_at([record], expiry)
+                at = self._expired_at([record], expiry, (rule.left, rule.right))
                 self._settle(record, "expired")
-                made.extend((at, *out) for out in (self._outs(rule, record, None) if at is not None else ()))
+                if at is not None:
+                    made.extend([(at, *out) for out in self._outs(rule, record, None)])
 
         for record in sorted([*self._waiting[rule.name], *new], key=self._order):
             join = rule.join(record)
@@ -325,11 +334,20 @@ class Model:
     def _is_late(self, record: Record, time: int, expiry: Expiry | None) -> bool:
         return expiry is not None and self._times[record.place] + expiry.after < time
 
-    def _expired_at(self, group: Sequence[Record], expiry: Expiry | None) -> Place | None:
-        """The place of the output of records that expire: after all records before the expiry. None without an output."""
+    def _expired_at(self, group: Sequence[Record], expiry: Expiry | None, topics: Sequence[str]) -> Place | None:
+        """The place of the output of records that expire: after all records before the expiry. None without an output.
+
+        Under a source's order, the place is just before the first record of the batch that is too late for the group, or that of
+        the last record of the group if it comes later.
+        """
         if expiry is None or not expiry.emits:
             return None
-        return (self._times[group[0].place] + expiry.after + 0.5, *self._order(group[-1])[1:])
+        first, own = group[0], self._order(group[-1])
+        if self.source is None:
+            return (self._times[first.place] + expiry.after + 0.5, *own[1:])
+        late = [it for it in self._batch if it.topic in topics and self._is_late(first, self._times[it.place], expiry)]
+        *cause, offset = min(map(self._order, late))
+        return max(own, (*cause, offset - 0.5, *self._order(first)))
 
     def _see(self, record: Record) -> None:
         """A record's time: the highest timestamp of its partition up to it. A record that is matched again keeps its time."""
@@ -340,7 +358,8 @@ class Model:
         self._times[record.place] = self._reached[place]
 
     def _order(self, record: Record) -> Place:
-        return self._times[record.place], self.inputs.index(record.topic), record.partition, record.offset
+        at = self._times[record.place] if self.source is None else self.source(record)
+        return at, self.inputs.index(record.topic), record.partition, record.offset
 
     def _settle(self, record: Record, name: str) -> None:
         old = self.classes.get(record.place)

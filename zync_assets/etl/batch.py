@@ -27,6 +27,7 @@ from zync_assets.etl.plan import EtlBatch, EtlPlan
 from zync_assets.etl.positions import Bound
 from zync_assets.etl.rules import is_apart, kind_of
 from zync_assets.etl.rules.assignment import Assignment, assign, has_schema, singles
+from zync_assets.etl.rules.expiry import has_causes
 from zync_assets.etl.rules.kind import Columns, Emission, Ordering, OutputColumns, RuleRecords, in_frame, union
 from zync_assets.etl.rules.lookups import with_lookups
 from zync_assets.etl.rules.parts import optional_columns, parts_of, several
@@ -129,11 +130,13 @@ class Transform:
 
 @dataclass(frozen=True)
 class ResultFrame:
-    """The result rows of a component. ``frame``: see ``kind``. ``outputs``: their topics. ``optional``: columns of some rules."""
+    """The result rows of a component. ``frame``: see ``kind``. ``outputs``: their topics. ``optional``: columns of some rules;
+    ``in_turn``: the rows have TURN."""
 
     frame: DataFrame
     outputs: frozenset[str]
     optional: Sequence[str] = ()
+    in_turn: bool = False
 
 
 @dataclass(frozen=True)
@@ -306,7 +309,8 @@ def _result_frame(
     rows = union(each)
     # Results of one pass over a topic have all columns. Rules without a new record, and views, lack some.
     rows = _with_row_columns(rows) if held and component.inputs.isdisjoint(topics) else rows
-    return ResultFrame(rows, component.outputs, optional)
+    in_turn = any(has_causes(rule, transform.ordering) for rule in with_records)
+    return ResultFrame(rows, component.outputs, optional, in_turn)
 
 
 def _with_row_columns(rows: DataFrame) -> DataFrame:

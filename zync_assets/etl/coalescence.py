@@ -18,7 +18,7 @@ from zync_assets.etl.account import Labels
 from zync_assets.etl.encodability import RowChecks, left_out, row_checks
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.rules.assignment import without_dropped
-from zync_assets.etl.rules.kind import LACKING, LATER, OutputColumns
+from zync_assets.etl.rules.kind import LACKING, LATER, LATER_IN_TURN, TURN, OutputColumns
 from zync_assets.etl.rules.shapes import key_fields
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark.sql import name_sql, text_sql
@@ -67,7 +67,8 @@ def coalesced(
         about = f"{mine} AND ({check.suspect}) AS {_ALONE}", f"CASE WHEN {mine} THEN {check.size()} END AS {_SIZE}"
         results = results.selectExpr("*", *about)
     keyed = results.selectExpr(of, lone, "struct(*) AS change")
-    changes = keyed.groupBy("of", "lone").agg(F.expr(f"array_sort(collect_list(change), {LATER}) AS changes"))
+    later = LATER_IN_TURN if TURN in columns else LATER
+    changes = keyed.groupBy("of", "lone").agg(F.expr(f"array_sort(collect_list(change), {later}) AS changes"))
     merged = _Merge(columns, {at: targets[rules[at].name] for at in indexes}, placeholder, check)
     instead, beside = "concat(slice(made, 1, size(made) - 1), array({}))", "concat(made, array(b))"
     both = instead.format(merged.row)

@@ -21,7 +21,7 @@ from zync_assets.etl.positions import Bound, Numbered
 from zync_assets.etl.rebuild import rebuild_bounds
 from zync_assets.etl.result_checks import Positions
 from zync_assets.etl.rules import assignment
-from zync_assets.etl.rules.kind import LACKING, OutputColumns
+from zync_assets.etl.rules.kind import LACKING, TURN, OutputColumns
 from zync_assets.etl.topic_outputs import TopicOutputs, row_sql, staged_topic
 from zync_assets.lake import raw, staging
 from zync_assets.lake.head import Partitioning
@@ -30,7 +30,7 @@ from zync_assets.spark.sql import name_sql
 from zync_assets.spark.tasks import BATCH_BYTES, MEASURED
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import Column, DataFrame
 
 _ABOUT = ("kind", "rule", "source", "last", "waited", "hash")
 _ORDER = ("ords", "joined", "exact")
@@ -80,7 +80,7 @@ class Numbering:
             # The rows of all queries.
             topics = [topic for query in queries for topic in query.writer.topics]
             wanted = [*_ABOUT, *self._row(topics), *_ORDER]
-            return positions.arranged(rows.frame, parts, bounds, wanted, [], ties=["follows"])
+            return positions.arranged(rows.frame, parts, bounds, wanted, [], ties=["follows", *_turns(*rows.frames)])
 
         small, measured = transform.small, _has_large_records(transform)
         return Results(transform.spark, queries, small=small, measured=measured, records=records)
@@ -114,9 +114,9 @@ class Numbering:
         # A single bucket has no earlier buckets to count. Spark takes milliseconds to make each topic's column.
         numbered = partitions if bounds else {}
         outs = [Numbered(labels.of_topic(name), item.count, item.column()) for name, item in numbered.items()]
-        ties = ["follows"] if held and hold is not NO_HOLD else []
+        ties: list[str | Column] = ["follows"] if held and hold is not NO_HOLD else []
         unused = [*([] if small else _ORDER), *([] if ties else ["follows"])] if held else ()
-        ties += ["number"] if "number" in frame.optional else []
+        ties += [*_turns(frame), *(["number"] if "number" in frame.optional else [])]
         parts = transform.ordering.parts
         arranged = positions.arranged(
             rows, parts, bounds, wanted, outs, together=small, query=at, ties=ties, unused=unused
@@ -128,6 +128,13 @@ class Numbering:
         """The columns about source rows."""
         ends = _ends_sql(topics, self.transform.labels)
         return ["row", "other_row", "changes", "coalesce(deletes, false) AS deletes", f"{ends} AS ends"]
+
+
+def _turns(*frames: ResultFrame) -> list[Column]:
+    """The column that sorts the results of equal ``ord``, if some rows have it."""
+    from pyspark.sql import functions as F
+
+    return [F.asc_nulls_last(TURN)] if any(frame.in_turn for frame in frames) else []
 
 
 def _ends_sql(topics: Sequence[TopicOutputs], labels: Labels) -> str:

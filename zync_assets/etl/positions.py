@@ -84,7 +84,7 @@ def arranged(
     *,
     together: bool = False,
     query: int = 0,
-    ties: Sequence[str] = (),
+    ties: Sequence[str | Column] = (),
     unused: Sequence[str] = (),
 ) -> DataFrame:
     """Result rows in buckets, sorted within each by ``ord``: ``columns`` of them, their ``bucket``, and ``starts``. The first

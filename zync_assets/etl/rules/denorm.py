@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
 from zync_assets.etl.rules import expiry
-from zync_assets.etl.rules.expiry import clock_of
 from zync_assets.etl.rules.kind import (
     BLAMED,
     LOOKED,
+    TURN,
     Emission,
     Kind,
     Ordering,
@@ -58,7 +58,7 @@ class Denorm(Kind):
             kinds,
             join_text(rule, kinds) if kinds else None,
             is_hashed_as_ever(kinds) and not rule.held and rule.expiry is None,
-            clock=clock_of(rule, inputs),
+            inputs=inputs,
         )
 
     def results(self, records: RuleRecords, pending: Mapping[str, DataFrame], emission: Emission) -> list[DataFrame]:
@@ -351,6 +351,7 @@ def one_sided(records: RuleRecords, side: str, emission: Emission) -> DataFrame:
             "unix_millis(time) AS since",
             "false AS extra",
             "0 AS number",
+            *([f"IF(false, {order}, NULL) AS {TURN}"] if expiry.has_causes(records.rule, emission.ordering) else []),
             *(rows if emission.held else ()),
         )
     )

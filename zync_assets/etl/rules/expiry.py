@@ -7,6 +7,11 @@ records of earlier batches that may expire as if they were new (``etl.due``). No
 
 Without expiry, ranks pair the records of a key. Here a record that expires leaves its place to the next. A fold therefore goes
 through the records of a key in the order of outputs, and pairs each with the first that waits on the other side.
+
+The place of an output that an expiry makes does not depend on where batches are cut. In the order of time, the output comes after
+all records that come before the expiry. In the order of a source, times may run against the order. The output then comes just
+before the outputs of its *cause*: the first record of the rule's inputs that is too late for the record that expires. All records
+before the cause are in the same batch or in earlier ones.
 """
 
 from __future__ import annotations
@@ -14,7 +19,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from zync_assets.etl.rules.kind import LATER, NO_ROWS, Emission, Ordering, RuleRecords, key_names, source_sql, union
+from zync_assets.etl.rules.kind import (
+    LATER,
+    NO_ROWS,
+    TURN,
+    Emission,
+    Ordering,
+    RuleRecords,
+    key_names,
+    source_sql,
+    union,
+)
 from zync_assets.etl.rules.parts import emitted
 from zync_assets.pipeline import Rule
 
@@ -29,20 +44,49 @@ COMPLETING = f"CASE WHEN {_SWAPPED} THEN 0 ELSE size(records) - 1 END"
 """The index of the record that completes a result."""
 
 
-def clock_of(rule: Rule, inputs: Mapping[str, DataFrame]) -> DataFrame | None:
-    """One row with the newest time of some records, in microseconds. None: nothing expires. ``inputs``: side → all records of
-    its topic."""
-    if rule.expiry is None or not inputs:
-        return None
-    times = union(frame.selectExpr("unix_micros(time) AS time") for frame in inputs.values())
-    return times.selectExpr("max(time) AS clock")
-
-
-def _with_clock(frame: DataFrame, clock: DataFrame | None) -> DataFrame:
-    """The rows with the column ``clock``: null where nothing expires."""
-    if clock is None:
+def _with_clock(frame: DataFrame, records: RuleRecords) -> DataFrame:
+    """The rows with the column ``clock``, the newest time of the rule's inputs in microseconds: null where nothing expires."""
+    if records.rule.expiry is None or not records.inputs:
         return frame.selectExpr("*", "CAST(NULL AS bigint) AS clock")
-    return frame.select("*", clock.scalar().alias("clock"))
+    times = union(each.selectExpr("unix_micros(time) AS time") for each in records.inputs.values())
+    return frame.select("*", times.selectExpr("max(time) AS clock").scalar().alias("clock"))
+
+
+def has_causes(rule: Rule, ordering: Ordering) -> bool:
+    """Whether an expiry of the rule has the place of its cause."""
+    return rule.expiry is not None and rule.expiry.action == "emit" and ordering.is_shared(rule.topics)
+
+
+def _with_causes(frame: DataFrame, records: RuleRecords, emission: Emission) -> DataFrame:
+    """Rows with ``record`` and its ``cause``: ``ord`` of the first record of the inputs that is too late for it; null where
+    the batch has none.
+
+    One window goes from the latest time to the earliest. Its rows are the times of the inputs, each with its first record, and
+    the times from which on a record is late. A batch has fewer times than records, and one task sorts them.
+    """
+    from pyspark.sql import functions as F
+
+    rule, ordering = records.rule, emission.ordering
+    end = f"record.time + {micros(rule)}L"
+    each = [
+        records.inputs[side.name].selectExpr(
+            "unix_micros(time) AS at", f"{ordering.sql(side.topic, 'kafka.partition', 'kafka.offset')} AS ord"
+        )
+        for side in rule.sides
+        if side.name in records.inputs
+    ]
+    # Rows of one task need no shuffle.
+    firsts, ends = union(each), frame.selectExpr(f"{end} AS at")
+    if emission.together:
+        firsts, ends = firsts.coalesce(1), ends.coalesce(1)
+    points = union([firsts.groupBy("at").agg(F.expr("min(ord) AS ord")), ends.distinct()])
+    points = points.coalesce(1) if emission.together else points
+    later = "min(ord) OVER (ORDER BY at DESC RANGE BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS cause"
+    causes = points.selectExpr("at", later).groupBy("at").agg(F.expr("min(cause) AS cause"))
+    # Spark does not know the size of rows that come from no file, and would shuffle them.
+    causes = causes.hint("broadcast") if emission.together else causes
+    found = frame.join(causes, F.expr(f"{end} = at"), "left")
+    return found.selectExpr("* EXCEPT (record, at, cause)", "struct(record.*, cause) AS record")
 
 
 def micros(rule: Rule) -> int:
@@ -55,16 +99,23 @@ def overdue(rule: Rule, time: str, at: str) -> str:
     return f"coalesce({time} + {micros(rule)}L < {at}, false)" if rule.expiry is not None else "false"
 
 
-def ord_sql(ordering: Ordering, rule: Rule, ord: str) -> str:
-    """``ord`` of a result. ``ord``: of its last record.
+def order_columns(rule: Rule, ordering: Ordering, ord: str) -> list[str]:
+    """``ord`` of a result, and ``turn`` where an expiry has the place of its cause. ``ord``: of the result's last record.
 
-    An output that an expiry makes comes after all records that come before the expiry. The high part of ``ord`` is the time of
-    records where the inputs have no order of their source. Elsewhere such an output has the place of its last record.
+    Where the cause comes before the result's last record, the result has the place of that record. So has each result of a rule
+    whose inputs have no order in common.
     """
+    first = "element_at(records, 1)"
+    if has_causes(rule, ordering):
+        # The greatest of two ignores a null.
+        placed = f"CASE WHEN kind = 'due' THEN greatest({ord}, {first}.cause) ELSE {ord} END AS ord"
+        return [placed, f"CASE WHEN kind = 'due' THEN {first}.ord END AS {TURN}"]
     if rule.expiry is None or any(topic in ordering.domains for topic in rule.topics):
-        return ord
-    high = f"CASE WHEN kind = 'due' THEN element_at(records, 1).time + {micros(rule) + 1}L ELSE {ord}.high END AS high"
-    return f"struct({', '.join(high if name == 'high' else f'{ord}.{name} AS {name}' for name in ordering.parts)})"
+        return [f"{ord} AS ord"]
+    # The high part of ``ord`` is the time of records.
+    high = f"CASE WHEN kind = 'due' THEN {first}.time + {micros(rule) + 1}L ELSE {ord}.high END AS high"
+    parts = (high if name == "high" else f"{ord}.{name} AS {name}" for name in ordering.parts)
+    return [f"struct({', '.join(parts)}) AS ord"]
 
 
 def kind_sql(rule: Rule) -> str:
@@ -89,17 +140,19 @@ def record_columns(side: str, topic: str, emission: Emission, *fields: str) -> t
 
 
 def folded(
-    frames: Sequence[DataFrame], keys: Sequence[str], fold: str, clock: DataFrame | None, *, together: bool
+    frames: Sequence[DataFrame], keys: Sequence[str], fold: str, records: RuleRecords, emission: Emission
 ) -> DataFrame:
     """The results of a fold over the records of each key in the order of outputs: ``hash``, ``records``, and ``made``, an
-    element of the fold's array. ``frames``: rows with ``record_columns``. ``together``: one task runs the whole batch."""
+    element of the fold's array. ``frames``: rows with ``record_columns``, of the new records ``records`` and the pending ones."""
     from pyspark.sql import functions as F
 
-    records = F.expr(f"array_sort(collect_list(record), {LATER}) AS records")
     # Rows of one task need no shuffle.
-    frame = union(frames).coalesce(1) if together else union(frames)
-    found = frame.groupBy(*keys, "lone").agg(F.expr("min(hash) AS hash"), records)
-    return _with_clock(found, clock).selectExpr("hash", "records", f"explode({fold}) AS made")
+    frame = union(frames).coalesce(1) if emission.together else union(frames)
+    if has_causes(records.rule, emission.ordering):
+        frame = _with_causes(frame, records, emission)
+    sorted_records = F.expr(f"array_sort(collect_list(record), {LATER}) AS records")
+    found = frame.groupBy(*keys, "lone").agg(F.expr("min(hash) AS hash"), sorted_records)
+    return _with_clock(found, records).selectExpr("hash", "records", f"explode({fold}) AS made")
 
 
 def with_outputs(rows: DataFrame, records: RuleRecords, emission: Emission) -> DataFrame:
@@ -115,6 +168,7 @@ def with_outputs(rows: DataFrame, records: RuleRecords, emission: Emission) -> D
         "0 AS waited",
         "transform(records, record -> record.old) AS olds",
         "CASE WHEN kind = 'pending' THEN element_at(records, 1).time DIV 1000 END AS since",
+        *([TURN] if has_causes(records.rule, emission.ordering) else ()),
         *(held if emission.held else ()),
         "CASE WHEN kind = 'pending' THEN hash END AS hash",
     )
@@ -132,7 +186,7 @@ def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emis
         )
         for side, frame in frames.items()
     ]
-    made = folded(each, names, _fold_sql(rule), records.clock, together=emission.together)
+    made = folded(each, names, _fold_sql(rule), records, emission)
     found = "transform(made.places, at -> element_at(records, at + 1))"
     # The left record comes first, as in a pair of a rule without expiry.
     own = made.selectExpr("hash", "made.kind AS kind", f"array_sort({found}, {_SIDES}) AS records")
@@ -141,9 +195,7 @@ def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emis
         for side in frames
     )
     ord = "array_max(transform(records, record -> record.ord))"
-    rows = own.selectExpr(
-        "hash", "records", *whole, f"{kind_sql(rule)} AS kind", f"{ord_sql(ordering, rule, ord)} AS ord"
-    )
+    rows = own.selectExpr("hash", "records", *whole, f"{kind_sql(rule)} AS kind", *order_columns(rule, ordering, ord))
     return with_outputs(rows, records, emission)
 
 

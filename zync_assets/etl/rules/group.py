@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
 from zync_assets.etl.rules.denorm import hash_sql, keyed, one_sided, part_type
-from zync_assets.etl.rules.expiry import clock_of, folded, kind_sql, ord_sql, overdue, record_columns, with_outputs
+from zync_assets.etl.rules.expiry import folded, kind_sql, order_columns, overdue, record_columns, with_outputs
 from zync_assets.etl.rules.kind import NO_ROWS, Emission, Kind, RuleRecords, records_sql
 from zync_assets.etl.rules.shapes import expression_type, note_schema, type_sql, wider
 from zync_assets.pipeline import Rule
@@ -51,8 +51,7 @@ class GroupKind(Kind):
         join = join_text(rule, kinds) if whole else None
         # Of the inputs, whose schemas are known without asking.
         types = argument_types(rule, inputs) if whole else {}
-        clock = clock_of(rule, inputs)
-        return RuleRecords(rule, index, known, kinds, join, original=False, clock=clock, arguments=types)
+        return RuleRecords(rule, index, known, kinds, join, original=False, inputs=inputs, arguments=types)
 
     def results(self, records: RuleRecords, pending: Mapping[str, DataFrame], emission: Emission) -> list[DataFrame]:
         rule, kinds = records.rule, records.key_types
@@ -62,13 +61,13 @@ class GroupKind(Kind):
         whole = [*records.frames.items(), *((side, keyed(rule, side, each, kinds)) for side, each in pending.items())]
         frames = [_wide(records, side, frame, types, emission) for side, frame in whole]
         failing = _failing(records, emission)
-        made = folded(frames, ["k0"], _fold_sql(rule, types, failing), records.clock, together=emission.together)
+        made = folded(frames, ["k0"], _fold_sql(rule, types, failing), records, emission)
         of = "slice(records, made.first + 1, made.size)"
         if failing is not None:
             of = f"filter({of}, (record, at) -> NOT array_contains(made.without, made.first + at))"
         own = made.selectExpr("hash", "made.kind AS kind", f"{of} AS records", *_columns(rule, "made.state", of))
-        order = ord_sql(emission.ordering, rule, "element_at(records, -1).ord")
-        rows = own.selectExpr("* EXCEPT (kind)", f"{kind_sql(rule)} AS kind", f"{order} AS ord")
+        order = order_columns(rule, emission.ordering, "element_at(records, -1).ord")
+        rows = own.selectExpr("* EXCEPT (kind)", f"{kind_sql(rule)} AS kind", *order)
         if failing is None:
             return [with_outputs(rows, records, emission)]
         # The fold has looked at the groups that end with a record in question.

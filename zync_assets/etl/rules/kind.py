@@ -16,6 +16,8 @@ row an output, and one row a new record that makes none, with the columns
     hash     hash of the join key of a pending record, null for a null key
     takers   where outputs are merged: array of the indexes of the rules that took the raw records, null for ``rule``
     since    where a record may expire: the time of a pending record in ms
+    turn     where an expiry has the place of its cause (``expiry``): ``ord`` of the record that expired. Such a result comes
+             before the others of equal ``ord``. Null for other results
     extra, number  where a rule makes several outputs of a match (``parts``): whether the row is not the first, and its number
     row, other_row  where an output is held: the source rows of the first two of source (see ``source_rows``), or null
     changes  where an output is held: a bit for each of source, the lowest for its first: whether it changes its source row
@@ -47,6 +49,7 @@ from zync_assets.spark.sql import name_sql
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
+
 LACKING = "lacking"
 """The column with the fields that an output leaves out since its input's own schema lacks them; where a rule can have some."""
 NO_ROWS = (
@@ -54,8 +57,18 @@ NO_ROWS = (
     "0 AS changes",
 )
 """The columns of results in which no record waits behind another record of its source row."""
-LATER = "(one, other) -> CASE WHEN one.ord < other.ord THEN -1 WHEN one.ord > other.ord THEN 1 ELSE 0 END"
-"""Compares two structs by their order, for ``array_sort``."""
+
+
+def later_sql(key: str) -> str:
+    """Compares two structs, for ``array_sort``. ``key``: what they are sorted by, with braces for the struct."""
+    one, other = key.format("one"), key.format("other")
+    return f"(one, other) -> CASE WHEN {one} < {other} THEN -1 WHEN {one} > {other} THEN 1 ELSE 0 END"
+
+
+LATER = later_sql("{}.ord")
+TURN = "turn"
+LATER_IN_TURN = later_sql(f"struct({{0}}.ord, {{0}}.{TURN} IS NULL, {{0}}.{TURN})")
+"""Compares two results of which one may be an expiry with the place of its cause."""
 MISSING, SEVERAL = "missing", "several"
 """The kinds of records whose row is missing, or whose rows are several. No such batch is committed."""
 LOOKED, BLAMED, LOOK_HASH = "looked", "blamed_side", "look_hash"
@@ -132,6 +145,11 @@ class Ordering:
         high, low = ([f"{side}order_{part}" for side in (prefix, other_prefix)] for part in ("high", "low"))
         return f"({high[0]} > {high[1]} OR ({high[0]} = {high[1]} AND {low[0]} {sign} {low[1]}))"
 
+    def is_shared(self, topics: Iterable[str]) -> bool:
+        """Whether one source orders all records of some topics."""
+        found = {self.domains.get(topic) for topic in topics}
+        return len(found) == 1 and None not in found
+
     def sequence(self, topic: str, prefix: str) -> list[str]:
         """The columns that sort the records of one topic."""
         order = ["order_high", "order_low"] if topic in self.domains else []
@@ -163,7 +181,7 @@ class RuleRecords:
     ``index``: the rule's. ``frames``: side → the records under the side's name (``in_frame``), with the columns that the
     rule's kind adds. A side whose topic has no schema yet has no frame. ``key_types``: the types of the join key's parts.
     ``join``: the definition of the hashes of pending records, None if it is not known yet. ``original``: the hashes are those
-    of the versions that kept no definition. ``clock``: one row with the newest time of the rule's inputs, if its records expire.
+    of the versions that kept no definition. ``inputs``: side → all records of its topic, if the rule's records may expire.
     ``lookups``: the types of the values of each look-up; None while a table has no schema. ``arguments``: the type of the
     argument of each aggregate, by the aggregate's name, where all topics have a schema."""
 
@@ -174,7 +192,7 @@ class RuleRecords:
     join: str | None = None
     original: bool = True
     lookups: Sequence[Sequence[DataType]] | None = None
-    clock: DataFrame | None = None
+    inputs: Mapping[str, DataFrame] = field(default_factory=dict[str, "DataFrame"])
     arguments: Mapping[str, DataType] = field(default_factory=dict[str, "DataType"])
 
 

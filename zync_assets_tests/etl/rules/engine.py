@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from pyspark.sql import functions as F
 from pyspark.sql.types import DataType
 
 from zync_assets.etl.rules import KINDS, assignment
+from zync_assets.etl.rules.expiry import has_causes
 from zync_assets.etl.rules.group import aggregate_types
-from zync_assets.etl.rules.kind import Emission, Ordering, OutputColumns, in_frame
+from zync_assets.etl.rules.kind import TURN, Emission, Ordering, OutputColumns, in_frame
 from zync_assets.etl.rules.shapes import shape_type
 from zync_assets.pipeline import Rule
 from zync_assets_tests.model import Record
@@ -39,11 +41,20 @@ def world(seed: int, count: int, keys: int | None = None, step: int = 1) -> list
 
 def frame(spark: SparkSession, records: Sequence[Record], *, old: bool) -> DataFrame:
     rows = [
-        ((item.topic, item.partition, item.offset), item.key, tuple(item.value.values()), moment(item), old)
+        (
+            *((item.topic, item.partition, item.offset), item.key, tuple(item.value.values()), moment(item), old),
+            *(source_order(item), 0),
+        )
         for item in records
     ]
     kafka = "struct<topic: string, partition: int, offset: bigint>"
-    return spark.createDataFrame(rows, f"kafka {kafka}, key string, value struct<{VALUE}>, time timestamp, old boolean")
+    about = "time timestamp, old boolean, order_high bigint, order_low bigint"
+    return spark.createDataFrame(rows, f"kafka {kafka}, key string, value struct<{VALUE}>, {about}")
+
+
+def source_order(record: Record) -> int:
+    """The source's order of a record of ``world``. Records of one time share it."""
+    return int(record.key[1:]) // 2
 
 
 def moment(record: Record) -> datetime:
@@ -53,16 +64,18 @@ def moment(record: Record) -> datetime:
 class Engine:
     """The kind of a rule alone, over frames of records. ``pending``: the records that wait; ``expired``: those that expired.
 
-    As a batch does, it looks again at every record that may expire.
+    As a batch does, it looks again at every record that may expire. ``ordered``: the records have an order of their source.
     """
 
-    def __init__(self, spark: SparkSession, rule: Rule) -> None:
+    def __init__(self, spark: SparkSession, rule: Rule, *, ordered: bool = False) -> None:
+        places = {"O": 0, "L": 1}
+        self.ordering = Ordering(places, dict.fromkeys(places, "source") if ordered else {})
         self.spark, self.rule, self.pending, self.expired = spark, rule, list[Record](), set[tuple[str, int, int]]()
         self.reached: dict[tuple[str, int], int] = {}
         self.outputs: list[tuple[Any, dict[str, Any], tuple[tuple[str, int, int], ...]]] = []
 
     def batch(self, new: Sequence[Record]) -> None:
-        ordering, kind = Ordering({"O": 0, "L": 1}), KINDS[self.rule.kind]
+        ordering, kind = self.ordering, KINDS[self.rule.kind]
         if self.rule.expiry is not None:
             clock = max(record.timestamp for record in new) - self.rule.expiry.after_ms
             late = {
@@ -72,19 +85,22 @@ class Engine:
             }
             again = [item for item in self.pending if (item.value["id"] if self.rule.group else item.place) in late]
             new, self.pending = [*new, *again], [item for item in self.pending if item not in again]
-        frames = self._frames(new, ordering, old=False)
-        found = kind.records(self.rule, 0, frames, frames)
+        inputs = self._inputs(new, old=False)
+        frames = self._frames(inputs)
+        found = kind.records(self.rule, 0, inputs, frames)
         columns = frames if self.rule.group is None else {"": aggregate_types(self.rule, frames)}
         types = [
             shape_type(columns, shape, "event", side)
             for side, shape in (("key", self.rule.key), ("value", self.rule.value))
         ]
         emission = Emission(_target(types), assignment.columns, ordering, together=True)
-        pending = self._frames(self.pending, ordering, old=True)
+        pending = self._frames(self._inputs(self.pending, old=True))
         [results] = kind.results(found, pending, emission)
         records = {record.place: record for record in (*self.pending, *new)}
         waiting = {record.place for record in self.pending}
-        for each in results.sort("ord").collect():
+        for each in results.sort(
+            "ord", *([F.asc_nulls_last(TURN)] if has_causes(self.rule, ordering) else [])
+        ).collect():
             source = tuple(("OL"[item["place"]], item["partition"], item["offset"]) for item in each["source"])
             assert each["olds"] == [place in {item.place for item in self.pending} for place in source]
             if each["kind"] == "out":
@@ -101,9 +117,12 @@ class Engine:
                 waiting |= set(source)
         self.pending = [records[place] for place in sorted(waiting)]
 
-    def _frames(self, records: Sequence[Record], ordering: Ordering, *, old: bool) -> dict[str, DataFrame]:
+    def _inputs(self, records: Sequence[Record], *, old: bool) -> dict[str, DataFrame]:
         sides = {side.name: [item for item in records if item.topic == side.topic] for side in self.rule.sides}
-        return {side: in_frame(frame(self.spark, own, old=old), side, ordering) for side, own in sides.items()}
+        return {side: frame(self.spark, own, old=old) for side, own in sides.items()}
+
+    def _frames(self, inputs: Mapping[str, DataFrame]) -> dict[str, DataFrame]:
+        return {side: in_frame(each, side, self.ordering) for side, each in inputs.items()}
 
 
 def _target(types: Sequence[DataType]) -> OutputColumns:

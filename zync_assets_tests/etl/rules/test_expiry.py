@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from zync_assets.checks.output_checks import run_all
+from zync_assets.etl import positions
 from zync_assets.etl.retries import Retry
 from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Rule
 from zync_assets.pipeline_file import load
-from zync_assets_tests.etl.rules.engine import Engine, world
+from zync_assets.runner import etl_all, ingest_all
+from zync_assets_tests.etl.rules.engine import Engine, source_order, world
 from zync_assets_tests.etl.rules.test_group import FILE, is_complete, key_of, value_of
+from zync_assets_tests.etl.test_streams import batch
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 from zync_assets_tests.model import Expiry, Gather, Model, Pair, Record
 
@@ -47,7 +51,7 @@ def field_of(record: Record | None, name: str) -> Any:
     return None if record is None else record.value[name]
 
 
-def model_of(kind: str, action: str) -> Model:
+def model_of(kind: str, action: str, *, ordered: bool) -> Model:
     expiry = Expiry(SECONDS * 1000, action == "emit")
     if kind == "group":
         topics = ("O", "L")
@@ -63,18 +67,26 @@ def model_of(kind: str, action: str) -> Model:
             lambda left, right: {"o": field_of(left, "n"), "l": field_of(right, "n")},
             expiry,
         )
-    return Model(("O", "L"), [rule])
+    return Model(("O", "L"), [rule], source=source_order if ordered else None)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("denorm", marks=pytest.mark.slow), "group"])
-@pytest.mark.parametrize("action", ["drop", pytest.param("emit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("action", "ordered"),
+    [
+        ("drop", False),
+        pytest.param("emit", False, marks=pytest.mark.slow),
+        pytest.param("drop", True, marks=pytest.mark.slow),
+        ("emit", True),
+    ],
+)
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_records_expire_as_in_the_model_wherever_batches_are_cut(
-    spark: SparkSession, tmp_path: Path, kind: str, action: str, seed: int
+    spark: SparkSession, tmp_path: Path, kind: str, action: str, ordered: bool, seed: int
 ) -> None:
     records, chance = world(seed, 400, keys=30, step=1000), random.Random(seed)
-    model, at_once = model_of(kind, action), model_of(kind, action)
-    engine = Engine(spark, rule_of(tmp_path, kind, action))
+    model, at_once = (model_of(kind, action, ordered=ordered) for _ in range(2))
+    engine = Engine(spark, rule_of(tmp_path, kind, action), ordered=ordered)
     cuts = [0, *sorted(chance.sample(range(1, len(records)), 3)), len(records)]
     for first, end in itertools.pairwise(cuts):
         model.batch(records[first:end])
@@ -169,6 +181,84 @@ def test_expired_records_are_listed_replayed_and_emitted(
 def sound(it: Mini) -> bool:
     it.publish()
     return all(result.passed for result in run_all(it.pipeline) if result.severity == "error")
+
+
+CHANGES = """
+  - {name: change, type: stateless, in: $left, where: value.op = 'u', out: $out, key: in.key,
+     value: {id: in.value.id, l: in.value.v}}
+  - {name: gone, type: stateless, in: $left, where: value.op = 'd', out: $out, key: in.key, value: null}
+"""
+SHARED = "order-delay: 0.05" + BOTH.replace('v string"', 'v string, n bigint", order: {by: value.n, domain: source}')
+
+
+def history(it: Mini, op: str, limit: int | None) -> list[tuple[str | None, str | None]]:
+    """Send records of both topics in the order of their source, and transform them in batches of about ``limit``. Returns key and
+    text of each output. A change with ``op`` stands between the records that wait and the first that is too late for them."""
+    both = {it.left: "l", it.right: "r"}
+    changes = [
+        (it.right, "x", 9, "c", 0),
+        (it.left, "a", 1, "c", 1),
+        (it.left, "b", 2, "c", 2),
+        (it.left, "a", 1, op, 3),
+        (it.right, "y", 8, "x", 4),
+        (it.left, "a", 1, "u", 20),
+        (it.left, "c", 3, "u", 20),
+        (it.right, "y", 8, "x", 21),
+    ]
+    for n, (topic, key, id, what, seconds) in enumerate(changes):
+        it.send(topic, (key, {**row(id, f"{both[topic]}{n}", what), "n": n}), times=[SENT + 1000 * seconds])
+    for _ in range(2):
+        list(ingest_all(it.pipeline, lambda: it.spark, [it.left, it.right]))
+        time.sleep(0.1)
+    while limit is not None and batch(it, limit):
+        pass
+    list(etl_all(it.pipeline, lambda: it.spark))
+    assert it.classes(it.left) == {"done": 5}
+    assert it.classes(it.right) == {"done": 1, "unmatched": 2}
+    made = ((item["key"], item["value"]) for item in it.staged())
+    return [(key, value and (value["l"] or value["r"])) for key, value in made]
+
+
+@pytest.mark.parametrize(
+    ("rule", "op", "limit"),
+    [
+        pytest.param(
+            rule, op, limit, marks=[] if (op, limit) == ("u", None) else pytest.mark.slow, id=f"{name}-{op}-{limit}"
+        )
+        for name, rule in (("denorm", EXPIRING), ("group", GROUPING))
+        for op in "ud"
+        for limit in (1, 2, 3, None)
+    ],
+)
+def test_an_expiry_has_one_place_in_the_order_of_a_source(
+    services: Services,
+    spark: SparkSession,
+    tmp_path: Path,
+    unique: str,
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
+    op: str,
+    limit: int | None,
+) -> None:
+    """Just before the outputs of the first record that is too late, also where that record makes outputs itself."""
+    if limit == 3:
+        # Its batches are made as large ones are.
+        monkeypatch.setattr(positions, "SMALL", 0)
+    text = rule.replace("    out:", "    where: value.op = 'c'\n    out:") + CHANGES
+    text = SHARED + text.replace("$after", "10s").replace("$action", "emit")
+    it = mini(services, spark, tmp_path, unique, text)
+    changed = ("a", "l3" if op == "u" else None)
+    assert history(it, op, limit) == [changed, (None, "r0"), ("a", "l1"), ("b", "l2"), ("a", "l5"), ("c", "l6")]
+
+
+@pytest.mark.slow
+def test_a_merged_output_ends_with_the_change_that_lets_another_expire(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    text = EXPIRING.replace("    out:", "    where: value.op = 'c'\n    out:") + CHANGES
+    text = SHARED.replace("factor: 1}", "factor: 1}, coalesce: true") + text
+    it = mini(services, spark, tmp_path, unique, text.replace("$after", "10s").replace("$action", "emit"))
+    assert history(it, "u", None) == [(None, "r0"), ("b", "l2"), ("a", "l5"), ("c", "l6")]
 
 
 @pytest.mark.slow
