@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import platform
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
@@ -68,6 +68,12 @@ def _report_good(model: Pipeline, file: Path, fmt: Format, notes: Sequence[str])
         for rule in model.rules
         if rule.expiry is not None and rule.part_of is None and _is_ordered(model, rule)
     ]
+    notes += [
+        f"output {topic} has records of rule {name} that expire, on-expire: emit, beside those of {' and '.join(others)}: such a"
+        " record comes after later changes of its row, and may overwrite newer values or bring a deleted row back. Use"
+        " on-expire: quarantine, or an output of its own."
+        for topic, name, others in _overwritten(model)
+    ]
     if fmt == "json":
         print_json({"file": str(file), "ok": True, "name": model.name, **counts, **({"notes": notes} if notes else {})})
     else:
@@ -75,6 +81,17 @@ def _report_good(model: Pipeline, file: Path, fmt: Format, notes: Sequence[str])
         click.echo(f"OK: {file} ({model.name}): {summary}")
         for note in notes:
             click.echo(f"note: {note}")
+
+
+def _overwritten(model: Pipeline) -> Iterator[tuple[str, str, list[str]]]:
+    """Outputs to which a rule emits records that expire: the output, the rule, and the other rules of the output."""
+    for output in model.outputs:
+        own = [rule for rule in model.rules if rule.out == output.topic]
+        names = list(dict.fromkeys(rule.part_of or rule.name for rule in own))
+        for name in names if len(names) > 1 else ():
+            expiry = next(rule.expiry for rule in model.rules if rule.name == name)
+            if expiry is not None and expiry.action == "emit":
+                yield output.topic, name, [other for other in names if other != name]
 
 
 def _is_ordered(model: Pipeline, rule: Rule) -> bool:

@@ -38,6 +38,11 @@ GROUP = """
     out: More
 """
 OUT = "key: left.key, value: {v: left.value.v}"
+CHANGE = """
+  - {name: change, type: stateless, in: A, key: in.key, value: {v: in.value.v}, out: Out}
+  - {name: gone, type: stateless, in: A, where: value IS NULL, key: in.key, value: null, out: Out}
+"""
+EMITS = "output Out has records of rule pair that expire, on-expire"
 
 
 @pytest.mark.parametrize(
@@ -52,6 +57,12 @@ OUT = "key: left.key, value: {v: left.value.v}"
             "",
             "",
             [f"output {topic} is not held, since a rule has several outputs of a match" for topic in ("Out", "More")],
+        ),
+        (
+            "out: Out; expire-after: 1h; on-expire: emit",
+            "",
+            CHANGE,
+            ["output Out is not held, since records of rule pair expire", EMITS],
         ),
         ("out: Out", "", GROUP, ["output More is not held, since rule all gathers records"]),
     ],
