@@ -72,7 +72,8 @@ def order_problem(sql: str, path: tuple[str, ...] | None, key: SideFormat, value
     """Why an expression gives no order; None if that is not plain to see. ``path``: its names, where it is a plain field."""
     item = Input("", "", key, value)
     type = plain_type(sql, {}) if path is None else plain_type(f"in.{sql}", {"in": item})
-    if type is None or is_orderly(type):
+    # The fields of a struct that the expression makes do not show. Ingest knows their types.
+    if type is None or type is _RECORD or is_orderly(type):
         return None
     return f"is {type}, and an order is {ORDER_KINDS}; name such a field, or CAST it"
 

@@ -197,6 +197,7 @@ inputs:
   - {topic: d, pool: R, order: {domain: shop}}
   - {topic: p, pool: R, order: {by: value.source.lsn}}
   - {topic: e, pool: R, order: {by: "bigint(value.at)", domain: shop}}
+  - {topic: s, pool: R, order: {by: "named_struct('high', CAST(value.source.scn AS bigint), 'low', value.n)"}}
 output: {topic: o, pool: S, key-format: string, create: {partitions: 3, config: {compression.type: lz4}}, start-at: end}
 transforms:
   - {name: j, type: denorm, where: {left: value.a = 1}, left: shop.a, right: n, join-on: left.key = right.key,
@@ -221,8 +222,9 @@ transforms:
         SourceOrder(domain="shop"),
         SourceOrder("value.source.lsn", path=("value", "source", "lsn")),
         SourceOrder("bigint(value.at)", "shop"),
+        SourceOrder("named_struct('high', CAST(value.source.scn AS bigint), 'low', value.n)"),
     ]
-    assert [item.shape for item in ordered] == [None, None, None, RecordShape(None, {})]
+    assert [item.shape for item in ordered] == [None, None, None, RecordShape(None, {}), RecordShape(None, {})]
     assert (a.key, a.value, a.start, a.unmatched) == (
         SideFormat("string"),
         SideFormat("json", "ID INT, s STRING"),
