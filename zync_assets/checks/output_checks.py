@@ -26,10 +26,9 @@ from zync_assets.errors import KafkaError, LakeError, SchemaError, TableDamaged
 from zync_assets.ingest.plan import absent_error
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermarks, is_compacted, topic_states
-from zync_assets.lake import raw
 from zync_assets.lake.check_results import CheckResult, Number, conclude, keep_accepted
 from zync_assets.lake.head import OutputPosition
-from zync_assets.lake.parquet_rows import DamagedFile, integers, read_columns, rows_at
+from zync_assets.lake.parquet_rows import DamagedFile, integers, read_columns
 from zync_assets.lake.publication import PublishState, WrittenSchema, rollback_error
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
@@ -96,8 +95,8 @@ def source_order(pipeline: Pipeline, pool: str, snapshot: Snapshot | None = None
     transaction without all its changes.
 
     The outputs of late records follow outputs of later changes. The check counts late records, and names one record of each
-    partition. The check counts incomplete transactions, and names the last of each domain. What ``accept_source_order``
-    accepted is left out.
+    partition, and whether the log of the source began anew. The check counts incomplete transactions, and names the last of
+    each domain. What ``accept_source_order`` accepted is left out.
     """
     snapshot = snapshot or Snapshot(pipeline)
     try:
@@ -111,7 +110,7 @@ def source_order(pipeline: Pipeline, pool: str, snapshot: Snapshot | None = None
     problems = [
         f"{count} records of {topic}, partition {partition}, came after later records of their source were transformed;"
         f" {topic} {partition}:{offset} is the first of the last batch with such records. Their outputs are out of order."
-        f" Set a longer order-delay in the pipeline file. {cure}"
+        f" {_LATE[raw_checks.began_anew(snapshot, topic, partition, offset)]} {cure}"
         for (topic, partition), count in late.items()
         for offset in [state.head.late[topic, partition].offset if state else 0]
     ]
@@ -127,6 +126,17 @@ def source_order(pipeline: Pipeline, pool: str, snapshot: Snapshot | None = None
     if transactions:
         numbers["incomplete_transactions"] = sum(news.get(domain, 0) for domain in transactions)
     return conclude(SOURCE_ORDER, pool, "warn", problems, "every record came in the order of its source", numbers)
+
+
+_DELAY = "Set a longer order-delay in the pipeline file"
+_ANEW = "give all inputs of the domain an order.by that adds a constant to the positions, or order: time (order.md shows how)"
+_LATE = {
+    False: f"{_DELAY}.",
+    True: "The log of the source began anew, by a reset, a failover or a restore: the positions of these records lie below"
+    f" earlier ones, and no order-delay helps. Therefore, {_ANEW}.",
+    None: f"{_DELAY}. But if the log of the source began anew, by a reset, a failover or a restore, {_ANEW}.",
+}
+"""Whether the log of the source began anew → the cure of late records."""
 
 
 def accept_source_order(pipeline: Pipeline, pool: str) -> None:
@@ -154,18 +164,6 @@ def _subject(place: tuple[str, int] | str) -> str:
     return f"transactions of {place}" if isinstance(place, str) else f"{place[0]}:{place[1]}"
 
 
-def raw_time(snapshot: Snapshot, topic: str, partition: int, offset: int) -> float | None:
-    """The time of a raw record, in seconds since the epoch; None where there is no such record, and of a topic that is no
-    input any more. Raises LakeError."""
-    inputs = {item.topic for item in snapshot.pipeline.inputs}
-    state = snapshot.raw(topic) if topic in inputs else None
-    if state is None:
-        return None
-    files = raw.raw_files(state, [OffsetRange(partition, offset, offset + 1)])
-    row = rows_at(state.table.uri, files, partition, [offset], []).get(offset)
-    return None if row is None else row["kafka"]["time"].timestamp()
-
-
 def _age_problems(
     snapshot: Snapshot, state: StagingState, max_age: float, now: float, numbers: dict[str, Number]
 ) -> Iterator[str]:
@@ -174,7 +172,7 @@ def _age_problems(
     oldest: list[tuple[float, str]] = []
     for (topic, partition), place_facts in facts.items():
         waiting = place_facts.waiting
-        when = raw_time(snapshot, topic, partition, int(waiting[0])) if len(waiting) else None
+        when = raw_checks.raw_time(snapshot, topic, partition, int(waiting[0])) if len(waiting) else None
         if when is not None:
             oldest.append((when, f"{topic} {partition}:{waiting[0]}"))
     if oldest:

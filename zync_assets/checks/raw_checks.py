@@ -7,12 +7,15 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import pyarrow as pa
 
 from zync_assets.audit.account import Quarantined, read_quarantine, touches
 from zync_assets.audit.coverage import MONOTONIC, file_problems, log_problems
+from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.avro.types import arrow_type
 from zync_assets.codecs.evolution import differences
 from zync_assets.errors import DataLoss, LakeError, RegistryError, SchemaError
+from zync_assets.ingest.order import own_orders
 from zync_assets.ingest.plan import LEADER_SECONDS, absent_error
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
@@ -20,12 +23,21 @@ from zync_assets.kafka.topics import led_state, topic_state
 from zync_assets.lake import raw, storage, tampering
 from zync_assets.lake.check_results import CheckResult, Look, Number, Severity, conclude, count_text
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.parquet_rows import DamagedFile, FileOffsets, distinct, integers, read_columns
+from zync_assets.lake.parquet_rows import (
+    DamagedFile,
+    FileOffsets,
+    distinct,
+    integers,
+    read_columns,
+    rows_at,
+    rows_within,
+)
 from zync_assets.lake.quarantine_table import Selection, quarantined_records
-from zync_assets.lake.raw import RawState, WriterSchema
+from zync_assets.lake.raw import ORDER, RawState, WriterSchema
+from zync_assets.lake.raw_files import LOWEST
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, normalize, subtract
-from zync_assets.pipeline import Pipeline, pool_path
+from zync_assets.pipeline import Input, Pipeline, pool_path
 
 
 def schema_changes(
@@ -357,3 +369,52 @@ def _compare(
     place = f"partition {part.partition} of topic {state.table.uri.rsplit('/', 1)[-1]}"
     problems = [f"the record at offset {missing[0]} in {place} is in Kafka and not in the lake"] if missing else []
     return problems + ([f"the record at offset {doubles[0]} in {place} is in the lake twice"] if doubles else [])
+
+
+def raw_time(snapshot: Snapshot, topic: str, partition: int, offset: int) -> float | None:
+    """The time of a raw record, in seconds since the epoch; None where there is no such record, and of a topic that is no
+    input any more. Raises LakeError."""
+    found = _state_of(snapshot, topic)
+    if found is None:
+        return None
+    files = raw.raw_files(found[1], [OffsetRange(partition, offset, offset + 1)])
+    row = rows_at(found[1].table.uri, files, partition, [offset], []).get(offset)
+    return None if row is None else row["kafka"]["time"].timestamp()
+
+
+def began_anew(snapshot: Snapshot, topic: str, partition: int, offset: int) -> bool | None:
+    """Whether the log of the source began anew before a raw record: the positions of the record and of the records after it in
+    its file lie below the order that the records have. None where the table does not show the positions."""
+    found = _state_of(snapshot, topic)
+    if found is None:
+        return None
+    item, state = found
+    files = raw.raw_files(state, [OffsetRange(partition, offset, offset + 1)])
+    path = (item.order and item.order.path) or ("value", "source")
+    fields = [("kafka", "offset"), path, (ORDER,)]
+    each: list[bool] = []
+    try:
+        for rows in rows_within(state.table.uri, files, [OffsetRange(partition, offset, 1 << 62)], fields):
+            columns = {name: rows.column(name) for name in rows.schema.names}
+            own = own_orders(topic, item.order, columns) if path[0] in columns and ORDER in columns else None
+            if own is not None:
+                each += _below(own, columns[ORDER])
+    except (LakeError, SchemaError):
+        return None
+    return all(each) if each else None
+
+
+def _below(own: pa.StructArray, carried: pa.StructArray) -> list[bool]:
+    """Whether all of some positions lie below the orders of their records; empty where the records have none. A record of a
+    snapshot has none."""
+    (high, low), (most, least) = ([pc.struct_field(each, name) for name in ("high", "low")] for each in (own, carried))
+    is_below = pc.or_(pc.less(high, most), pc.and_(pc.equal(high, most), pc.less(low, least)))
+    known = is_below.filter(pc.not_equal(high, pa.scalar(LOWEST[0], pa.int64())))
+    return [bool(pc.all(known).as_py())] if len(known) else []
+
+
+def _state_of(snapshot: Snapshot, topic: str) -> tuple[Input, RawState] | None:
+    """An input and its raw table; None of a topic that is no input any more, or has no table."""
+    item = next((item for item in snapshot.pipeline.inputs if item.topic == topic), None)
+    state = None if item is None else snapshot.raw(topic)
+    return None if item is None or state is None else (item, state)

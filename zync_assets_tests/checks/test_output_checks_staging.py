@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
-from zync_assets.checks.output_checks import each_check, pending_age, run_all
+from zync_assets.checks.output_checks import accept_source_order, each_check, pending_age, run_all, source_order
 from zync_assets.lake import raw, staging, tables
 from zync_assets.lake.check_results import CheckResult
 from zync_assets.lake.staging import StagingState
+from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.checks.chain import Chain
 from zync_assets_tests.checks.damage import Rows, append_again, change_account, edit, exchange, overwrite, take_out
-from zync_assets_tests.mini import openings
+from zync_assets_tests.etl.test_streams import SHOP, etl, ingest, outputs, send
+from zync_assets_tests.mini import Mini, mini, openings
+from zync_assets_tests.test_readme import ROOT
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 
 def state_of(chain: Chain) -> StagingState:
@@ -266,3 +274,55 @@ def test_records_that_wait_for_a_rule_that_is_gone_are_named(chain: Chain) -> No
     result = pending_age(replace(pipeline, rules=renamed), "Staging")
     assert not result.passed
     assert "which the pipeline file has no more" in result.summary
+
+
+def send_late(it: Mini, lsn: int) -> None:
+    """Records of both topics. Then more of them with the positions ``lsn``, which some of the records before come after."""
+    for number in (1000, lsn):
+        send(it, ("left", "u", 1, f"left {number}"), ("right", "u", 1, f"right {number}"), lsn=number)
+        ingest(it)
+        etl(it)
+
+
+ADDS = "order: {by: value.source.lsn + 0, domain: shop}"
+
+
+@pytest.mark.parametrize(
+    ("order", "lsn", "words"),
+    [
+        ("", 1000, ["Set a longer order-delay in the pipeline file. Then"]),
+        pytest.param("", 5, ["The log of the source began anew", "an order.by that adds"], marks=pytest.mark.slow),
+        pytest.param(ADDS, 5, ["longer order-delay", "But if the log of the source"], marks=pytest.mark.slow),
+    ],
+)
+def test_late_records_are_told_from_a_log_that_began_anew(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, order: str, lsn: int, words: list[str]
+) -> None:
+    """An expression does not show which of the two it is."""
+    it = mini(services, spark, tmp_path, unique, SHOP.replace('sequence: string>"', f'sequence: string>", {order}'))
+    send_late(it, lsn)
+    found = source_order(it.pipeline, "Staging")
+    assert not found.passed
+    assert [word for word in words if word not in found.summary] == []
+    assert ("began anew" in found.summary) == (lsn == 5)
+
+
+@pytest.mark.slow
+def test_positions_go_on_after_the_log_began_anew(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """With the expression of the page, records of different topics are in their order again."""
+    it = mini(services, spark, tmp_path, unique, SHOP)
+    send_late(it, 5)
+    accept_source_order(it.pipeline, "Staging")
+    page = (ROOT / "demo" / "order.md").read_text()
+    (by,) = [" ".join(found.split()) for found in re.findall(r"by: >-\n(.*?)```", page, re.DOTALL) if "lsn" in found]
+    it = it.edited(
+        SHOP.replace('sequence: string>"', f'sequence: string>", order: {{by: "{by}"}}').replace("$[", "$$[")
+    )
+    send(it, *((side, "u", 1, f"{side} {lsn}") for lsn in (10, 11, 12) for side in ("right", "left")), lsn=10)
+    ingest(it)
+    etl(it)
+    made = [value["l"] or value["r"] for _, value in outputs(it)][-6:]
+    assert made == [f"{side} {lsn}" for lsn in (10, 11, 12) for side in ("right", "left")]
+    assert source_order(it.pipeline, "Staging").passed
