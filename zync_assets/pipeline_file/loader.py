@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import unquote, urlsplit
 
-from zync_assets.errors import PipelineFileError, Problem
+from zync_assets.errors import PipelineFileError, Problem, SetupError
 from zync_assets.lake.stores import GENERAL, KINDS, StoreKind, with_environment
 from zync_assets.pipeline import (
     UNAVAILABLE_VALUE,
@@ -144,8 +144,13 @@ def default_kafka(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_registry(env: Mapping[str, str]) -> RegistryConfig | None:
-    """The registry of ``$SCHEMA_REGISTRY_URL``, else of ``~/.zync/schema_registry.json``; None where there is neither."""
+    """The registry of ``$SCHEMA_REGISTRY_URL``, else of ``~/.zync/schema_registry.json``; None where there is neither.
+
+    SetupError for a variable that is no URL.
+    """
     url = env.get("SCHEMA_REGISTRY_URL")
+    if url and not _HTTP.match(url):
+        raise SetupError(f"the environment variable SCHEMA_REGISTRY_URL {_WRONG_URL}")
     return RegistryConfig(url) if url else home_registry(env)
 
 
@@ -319,10 +324,12 @@ def _name(fields: Fields, path: Path) -> str:
 def _registry(fields: Fields, env: Mapping[str, str], has_avro: bool) -> RegistryConfig | None:
     table = fields.table("registry", "{url: 'http://host:8081'}")
     if table is None:
-        config = None if "registry" in fields else default_registry(env)
+        try:
+            config = None if "registry" in fields else default_registry(env)
+        except SetupError as error:
+            fields.problem("registry", f"is missing, and {error}")
+            return None
         if config is not None:
-            if not _HTTP.match(config.url):
-                fields.problem("registry", f"is missing, and the environment variable SCHEMA_REGISTRY_URL {_WRONG_URL}")
             return config
         return RegistryConfig(DEFAULT_REGISTRY) if has_avro else None
     registry = Fields(table, "registry", fields.problems, None)

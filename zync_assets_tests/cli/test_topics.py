@@ -278,3 +278,9 @@ def test_these_commands_load_neither_spark_nor_dagster_nor_a_lake() -> None:
     code = f"import sys, zync_assets.cli.topics; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_registry_of_the_environment_that_is_no_url_is_named() -> None:
+    done = CliRunner(env={"SCHEMA_REGISTRY_URL": "registry:8081"}).invoke(main, ["ls"])
+    assert done.exit_code == 1
+    assert "the environment variable SCHEMA_REGISTRY_URL must begin with http:// or https://" in done.stderr
