@@ -241,6 +241,11 @@ class _Composer:
                 message = "ends at a comma; in braces, put an expression that has a comma in quotes"
                 self._problem(key_line, cut, message, explains=(cut,))
                 continue
+            wide = next((each for each in _PLAIN if each in key), None)
+            if in_braces and wide and event.style is None and isinstance(node, Scalar) and not node.text:
+                message = f"has the character {wide}; write {_PLAIN[wide]} and a space, or put the key in quotes"
+                self._problem(key_line, inner, message, explains=(inner, f"{path}.{key.partition(wide)[0]}"))
+                continue
             is_open = (
                 in_braces and isinstance(node, Scalar) and node.plain and node.text.count("(") > node.text.count(")")
             )

@@ -302,6 +302,13 @@ ERRORS = [
     ("inputs:", "name: 7\ninputs:", 1, "name", "put it in quotes"),
     ("{topic: A, pool: Raw}", "{topic: A\uff0c pool: Raw}", 2, "", "column 20: "),
     ("{topic: A, pool: Raw}", "{topic: A\uff0c pool: Raw}", 2, "", "; the line has the character \uff0c, write ,"),
+    (
+        "{topic: A, pool: Raw}",
+        "{topic\uff1aA, pool: Raw}",
+        2,
+        "inputs[0].topic\uff1aA",
+        "has the character \uff1a; write :",
+    ),
     ("{topic: A, pool: Raw}", "{topic: ${X}, pool: Raw}", 2, "", 'put ${NAME} in quotes: "${NAME}"'),
     (
         "left: A",
