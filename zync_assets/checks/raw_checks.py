@@ -383,8 +383,8 @@ def raw_time(snapshot: Snapshot, topic: str, partition: int, offset: int) -> flo
 
 
 def began_anew(snapshot: Snapshot, topic: str, partition: int, offset: int) -> bool | None:
-    """Whether the log of the source began anew before a raw record: the positions of the record and of the records after it in
-    its file lie below the order that the records have. None where the table does not show the positions."""
+    """Whether the log of the source began anew before a raw record. The positions of the record, and of later records in its
+    file, are then below the order that they have. None where the table does not show the positions."""
     found = _state_of(snapshot, topic)
     if found is None:
         return None

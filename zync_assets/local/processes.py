@@ -169,8 +169,8 @@ def _is_installed(root: Path) -> bool:
 
 @contextlib.contextmanager
 def jvm_output() -> Generator[tuple[int, Callable[[], str]]]:
-    """A file descriptor for the output of the JVM that is started within; and what gives the line by which a JVM that has
-    ended told why.
+    """A file descriptor for the output of a JVM that starts within. And a function: the line with the reason, once the JVM has
+    ended.
 
     A thread copies the process's lines to this process's stderr, but for _JUNK. This process ends after the copy of all
     lines that were written before: Java's last words may be the cause of the end.

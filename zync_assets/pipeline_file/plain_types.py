@@ -83,26 +83,27 @@ def unknown_fields(pipeline: Pipeline) -> tuple[list[Problem], list[str]]:
 
     A note is of a field that ETL takes for null (``missing-field: null``).
     """
-    problems, notes = list[Problem](), list[str]()
+    problems, notes = dict[Problem, None](), dict[str, None]()
     types = {item.topic: record_type(_sides(item)) for item in pipeline.inputs}
     for rule in pipeline.rules:
         for path, owner in lacking_fields(rule, types).items():
             while pa.types.is_list(owner):
                 owner = owner.value_type
-            problem = Problem(0, f"rule {rule.name}", f"{path}: {_lack(owner, path)}")
+            # The rules of further outputs have the conditions of the first.
+            problem = Problem(0, f"rule {rule.part_of or rule.name}", f"{path}: {_lack(owner, path)}")
             if rule.view is None and pipeline.missing_field == "null" and pa.types.is_struct(owner):
-                notes.append(f"{problem.key}: {problem.message}. The field is null, by missing-field: null")
+                notes[f"{problem.key}: {problem.message} The field is null, by missing-field: null"] = None
             else:
-                problems.append(problem)
-    return problems, notes
+                problems[problem] = None
+    return [*problems], [*notes]
 
 
 def _lack(owner: pa.DataType, path: str) -> str:
     """The fields that a type has in place of the last one of a path."""
     if not pa.types.is_struct(owner):
-        return f"{owner} has no fields"
+        return f"{owner} has no fields."
     names = [item.name for item in fields_of(owner)]
-    cure = suggestion(path.rpartition(".")[2].strip("`"), names)
+    cure = suggestion(path.rpartition(".")[2].strip("`"), names) or "."
     return f"the input's schema has no such field; there are {word_list(names)}{cure}"
 
 

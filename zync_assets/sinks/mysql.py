@@ -356,7 +356,7 @@ def _begin_session(connection: Any, record: object) -> None:
 
 
 def _end_timeout(connection: Any, record: object) -> None:
-    """What is no MySQL server may take a connection and say nothing. A statement may take long, and PyMySQL has one timeout."""
+    """Ends the read timeout after the handshake: PyMySQL has one timeout, and a statement may take long."""
     put("PyMySQL", connection, "_read_timeout", None)
 
 

@@ -104,10 +104,10 @@ def test_a_field_that_the_schema_lacks_is_a_note_or_an_error(tmp_path: Path) -> 
     lines = ["out: Out", "key: left.key", "value: {v: left.value.w}"]
     path.write_text(FILE.replace("RULE", "\n    ".join(lines)).replace(" OPTIONS", ""))
     done = CliRunner().invoke(main, ["validate", str(path)])
-    lack = "rule pair: left.value.w: the input's schema has no such field; there are id, v"
+    lack = "rule pair: left.value.w: the input's schema has no such field; there are id, v."
     assert (done.exit_code, done.stdout.splitlines()[1:]) == (
         0,
-        [f"note: {lack}. The field is null, by missing-field: null"],
+        [f"note: {lack} The field is null, by missing-field: null"],
     )
     path.write_text("missing-field: fail" + path.read_text())
     done = CliRunner().invoke(main, ["validate", str(path)])

@@ -186,8 +186,8 @@ class Maintenance:
         return arrow_frame(self.reader.spark, touched) if isinstance(touched, pa.Table) else touched
 
     def _caused(self, found: DataFrame, touched: DataFrame | pa.Table) -> DataFrame:
-        """Differences with the ORD and the CAUSE of their touched key. Joined rows can't say these: when the joined row of a LEFT
-        JOIN is gone, a result row comes back without a row of the batch."""
+        """Differences with the ORD and the CAUSE of their touched key. Joined rows may lack both: a LEFT JOIN makes a row without
+        any record of the batch, once its joined row is deleted."""
         from pyspark.sql import functions as F
 
         causes = self._framed(touched).withColumnRenamed(KEY, "z_touched")
