@@ -197,6 +197,7 @@ def opened(uri: str) -> tables.LakeTable:
     return found
 
 
+@pytest.mark.slow
 def test_what_another_program_does_to_a_staging_table(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

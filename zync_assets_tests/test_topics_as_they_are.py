@@ -161,6 +161,7 @@ def test_a_foreign_transaction_in_an_output_topic_is_found_at_once(make: Make, u
     assert [offset for offset, _, _ in read_topic(it.pipeline, it.out)] == list(range(9))
 
 
+@pytest.mark.slow
 def test_removed_records_of_another_program_do_not_count_as_published(make: Make) -> None:
     """Retention may remove the foreign records before anybody sees them. Their offsets remain."""
     it = make()

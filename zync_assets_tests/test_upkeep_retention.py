@@ -76,6 +76,7 @@ def command(it: Mini, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_old_records_go_by_themselves_when_they_are_done(it: Mini) -> None:
     it.send(it.left, row(1, "a"), row(2, "b"))
     it.send(it.right, row(1), row(2))

@@ -222,6 +222,7 @@ class TestBlocks:
         assert open_check_state(rig.pipeline.lake, "Raw").blocks == ()
         assert passed(rig, "no_unexplained_loss") == 2
 
+    @pytest.mark.slow
     def test_a_record_of_another_program_is_named_although_publishing_fails(self, rig: Rig) -> None:
         """Nor is what was not sent reported as published."""
         ticks = Ticks(rig)

@@ -224,6 +224,7 @@ def test_another_pool_io_receives_the_batch(rig: Rig) -> None:
     assert state.next[0] == 1
 
 
+@pytest.mark.slow
 def test_an_asset_of_ones_own_says_how_it_wants_its_rows(rig: Rig) -> None:
     rig.send(rig.orders, orders(1, 2))
     rig.send(rig.payments, payments(1))

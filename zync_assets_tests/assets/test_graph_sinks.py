@@ -98,6 +98,7 @@ def test_an_outage_of_a_target_names_the_sink_and_the_cure(rig: Rig, monkeypatch
     assert told in failed
 
 
+@pytest.mark.slow
 def test_all_rows_are_compared_in_a_job_of_their_own(rig: Rig) -> None:
     rig.send(rig.payments, payments(1, 2))
     rig.ingest(rig.payments)

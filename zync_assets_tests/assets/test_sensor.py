@@ -170,6 +170,7 @@ def test_what_zync_did_outside_is_reported_and_what_a_run_did_is_not_again(rig: 
     assert reported(ticks()) == {}
 
 
+@pytest.mark.slow
 def test_what_zync_did_before_the_instance_is_checked_once(rig: Rig, ticks: Ticks) -> None:
     rig.send(rig.orders, orders(1, 2))
     rig.send(rig.payments, payments(1, 2))
@@ -438,6 +439,7 @@ def test_a_missing_raw_file_stops_the_staging_pools_that_read_it_and_no_other(ri
     assert ends(rig) == [2, 2]
 
 
+@pytest.mark.slow
 def test_an_output_topic_with_a_problem_lets_the_other_outputs_go_on(rig: Rig, ticks: Ticks) -> None:
     rig.send(rig.orders, orders(1))
     rig.send(rig.payments, payments(1))
@@ -564,6 +566,7 @@ def test_what_runs_reported_is_looked_up_at_once(rig: Rig) -> None:
     assert cursor["next"] == {"0": 20_000_005}
 
 
+@pytest.mark.slow
 def test_a_day_of_a_live_topic_makes_a_bounded_number_of_events(rig: Rig) -> None:
     counts = Counter[str | None]()
     cursor: dict[str, Any] = {}

@@ -269,6 +269,7 @@ transforms:
 )
 
 
+@pytest.mark.slow
 def test_topics_that_may_not_be_described_stop_neither_a_run_nor_a_tick(make: Callable[[], Shielded]) -> None:
     it = make()
     left, right = it.topics["inputs"]

@@ -367,6 +367,7 @@ def test_a_record_of_a_rule_that_the_file_lacks_holds_its_row_until_the_rule_is_
     assert it.classes(it.right) == {"done": 2, "pending": 1}
 
 
+@pytest.mark.slow
 def test_a_change_that_waits_goes_on_once_its_rule_is_back(make: Make) -> None:
     it, offsets = make("back"), defaultdict[str, int](int)
     step(it, ("left", "c", 1, 1), ("left", "u", 1, 2), offsets=offsets)
@@ -381,6 +382,7 @@ def test_a_change_that_waits_goes_on_once_its_rule_is_back(make: Make) -> None:
     assert it.etl() is None
 
 
+@pytest.mark.slow
 def test_a_delete_that_a_rule_of_another_output_takes_ends_the_row(make: Make) -> None:
     """No tombstone follows: Debezium's ``tombstones.on.delete`` is false."""
     text = BOTH.replace("outputs:\n", "outputs:\n  - {topic: $out.gone, pool: Staging, format: json, create: {}}\n")

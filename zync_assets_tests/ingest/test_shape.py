@@ -152,6 +152,7 @@ def test_a_record_that_the_shape_fails_on_costs_only_itself(make: Make) -> None:
     assert all(item.passed for item in run_all(it.pipeline) if item.severity == "error")
 
 
+@pytest.mark.slow
 def test_a_record_on_which_the_shape_overflows_java_s_stack_costs_only_itself(make: Make) -> None:
     it = make("{where: \"value.v rlike '^(a|b)*$$'\", value: {id: value.id}}")
     it.send(it.left, row(1, "ab"), row(2, "ab" * 200_000), row(3, "c"), row(4))

@@ -109,6 +109,7 @@ def test_topics_and_schema_ids_outlive_a_restart_a_kill_and_the_loss_of_the_port
         assert name_of(third, schema_id) == name
 
 
+@pytest.mark.slow
 def test_up_starts_only_what_does_not_run_and_clean_removes_only_what_is_ours(home: Path, tmp_path: Path) -> None:
     lake = tmp_path / "somewhere" / "lake"
     first = up(home, lake=lake)

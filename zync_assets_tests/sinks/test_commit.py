@@ -564,6 +564,7 @@ def test_values_that_debezium_did_not_send_leave_columns_of_every_type(
     assert rows(it) == expected
 
 
+@pytest.mark.slow
 def test_a_table_that_refuses_every_record_ends_the_batch(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -77,7 +77,7 @@ def model_of(kind: str, action: str, *, ordered: bool) -> Model:
         ("drop", False),
         pytest.param("emit", False, marks=pytest.mark.slow),
         pytest.param("drop", True, marks=pytest.mark.slow),
-        ("emit", True),
+        pytest.param("emit", True, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -289,7 +289,8 @@ transforms:
 """
 
 
-@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 40])
+@pytest.mark.slow
+@pytest.mark.parametrize("each", [1, 40])
 def test_records_whose_groups_can_not_be_encoded_leave_wherever_batches_are_cut(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch, each: int
 ) -> None:
@@ -339,6 +340,7 @@ transforms:
 """
 
 
+@pytest.mark.slow
 def test_names_in_an_expression_hide_none_of_the_engine(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -51,6 +51,7 @@ class Pool:
         return {key: value for key, value in found.items() if value is not None}
 
 
+@pytest.mark.slow
 def test_a_change_of_a_microsecond_beside_a_map_is_a_change(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_new_view_over_known_tables_needs_no_new_record(
     assert pool.it.classes(unique) == {"done": 2}
 
 
+@pytest.mark.slow
 def test_minus_zero_is_another_value_than_zero_and_the_same_key(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

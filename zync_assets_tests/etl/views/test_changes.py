@@ -57,6 +57,7 @@ def test_rows_of_debezium(services: Services, spark: SparkSession, tmp_path: Pat
         it.etl()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_each_size", ["small", pytest.param("large", marks=pytest.mark.slow)], indirect=True)
 def test_a_value_of_any_type_that_was_not_sent_stays(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, of_each_size: None

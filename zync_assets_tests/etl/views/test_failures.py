@@ -175,6 +175,7 @@ def test_an_aggregate_that_overflows_java_s_stack_keeps_the_earlier_row_of_its_k
     assert it.values()[-1] == {"name": "Ann", "plain": False}
 
 
+@pytest.mark.slow
 def test_a_join_of_two_types_costs_the_record_that_has_no_value_of_both(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

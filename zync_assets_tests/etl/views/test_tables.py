@@ -141,6 +141,7 @@ def connect(**fields: tuple[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_fields_have_the_names_of_their_topics(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
