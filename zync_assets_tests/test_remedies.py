@@ -222,6 +222,7 @@ def records_in_quarantine(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.send_bad()
     it.ingest()
     shop.paste(shop.zync("quarantine drop", "--all", code=1))
+    assert "no JSON" in shop.paste(shop.zync("quarantine drop", "--offsets", "0:1000000-1000000", code=1))
     assert "2 dropped" in shop.zync("quarantine drop", "--all")
 
     whole = BOTH + JOIN
@@ -408,6 +409,23 @@ transforms:
   - {type: stateless, where: value.op = 'd', in: $left, out: $out.rows, key: in.value.v, value: {v: in.value.v}}
 """,
 )
+NUMBERS = """
+transforms:
+  - {name: number, type: stateless, in: $left, out: $out, key: in.key, value: {n: CAST(in.value.v AS INT)}}
+"""
+
+
+def a_replay_after_later_records(shop: Shop) -> None:
+    it = shop.it
+    it.send(it.left, ("k", row(1, "no number")), ("k", row(1, "2")))
+    it.step()
+    it.edited(BOTH + NUMBERS.replace("CAST(", "try_cast("))
+    said = shop.zync("quarantine replay")
+    assert [value["n"] for value in it.values()] == [2, None]
+    shop.paste(said)
+    assert it.values()[-1] == {"n": 2}
+
+
 OTHERS: dict[str, Callable[[Shop], None]] = {
     TWO_POOLS + COPY: a_rule_that_moved_to_another_pool,
     BOTH.replace("pool: Raw,", "pool: Raw, retention: 30d,") + JOIN: a_rebuild_without_raw_records,
@@ -415,6 +433,7 @@ OTHERS: dict[str, Callable[[Shop], None]] = {
     TWO_OUTPUTS: a_rebuild_of_one_of_two_outputs,
     BOTH.replace("key-format: string, value-format: json, create", "key-format: json, value-format: json, create")
     + JOINED: an_index_without_its_rows,
+    BOTH + NUMBERS: a_replay_after_later_records,
 }
 """The text of a further pipeline → the situation in which it prints a command."""
 
