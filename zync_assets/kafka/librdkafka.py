@@ -119,7 +119,7 @@ size. ``library`` checks the place."""
 
 _PRODUCER, _CONSUMER = 0, 1
 _UNKNOWN = -2
-"""What ``rd_kafka_conf_set`` answers for a name that it does not know."""
+"""The result of ``rd_kafka_conf_set`` for an unknown name: ``RD_KAFKA_CONF_UNKNOWN``."""
 _DELIVERY, _LOG, _ERROR = 0x1, 0x4, 0x8
 """Types of events."""
 
@@ -323,11 +323,10 @@ class _Tokens:
 def refused_properties(properties: Mapping[str, str]) -> dict[str, bool]:
     """The properties that librdkafka refuses → whether it knows their names. Asks no broker."""
     functions = library()
-    reason = ctypes.create_string_buffer(512)
     conf: int = functions.rd_kafka_conf_new()
     try:
         results = {
-            name: functions.rd_kafka_conf_set(conf, name.encode(), value.encode(), reason, len(reason))
+            name: functions.rd_kafka_conf_set(conf, name.encode(), value.encode(), None, 0)
             for name, value in properties.items()
         }
     finally:

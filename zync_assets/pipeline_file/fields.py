@@ -20,13 +20,15 @@ Choice = TypeVar("Choice", bound=str)
 
 UNNAMED = ""
 """In place of the topic of an input or an output that a problem keeps from being known."""
+TLS_FILES = ("ssl_ca", "ssl_cert", "ssl_key")
+TLS_SWITCHES = ("ssl_disabled", "ssl_verify_cert", "ssl_verify_identity")
 MYSQL_OPTIONS = (
-    *("ssl_ca", "ssl_cert", "ssl_key", "ssl_disabled", "ssl_verify_cert", "ssl_verify_identity"),
+    *TLS_FILES,
+    *TLS_SWITCHES,
     *("connect_timeout", "read_timeout", "write_timeout", "charset", "collation", "unix_socket", "bind_address"),
     *("init_command", "program_name", "read_default_file", "read_default_group"),
 )
 """Options of a URL of MySQL: those of TLS that the sink reads, and those of PyMySQL that are texts or seconds."""
-_SWITCHES = ("ssl_disabled", "ssl_verify_cert", "ssl_verify_identity")
 _SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
 _MILLIS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 _HINTED = re.compile(r"([\w-]+):")
@@ -101,7 +103,7 @@ def option_fault(sink_type: str, url: str) -> str | None:
             "[1-9][0-9]{0,6}" if sink_type == "mysql" else "-?[0-9]+", value
         ):
             return f"has the option {name}, which must be a whole number of seconds"
-        if name in _SWITCHES and value.lower() not in ("true", "false"):
+        if name in TLS_SWITCHES and value.lower() not in ("true", "false"):
             return f"has the option {name}, which must be true or false"
         if name == "sslmode" and value not in _SSL_MODES:
             return (

@@ -231,7 +231,7 @@ _PROPERTIES = (
         "oauth_cb",
     ),
 )
-"""Properties that a misspelt one may mean."""
+"""The usual properties. An error suggests one for a similar name."""
 _PYTHONS = ("oauth_cb", "sasl.oauthbearer.metadata.authentication.type")
 """Properties that the client reads, with an error of its own, before librdkafka."""
 _PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")

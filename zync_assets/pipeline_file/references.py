@@ -1,4 +1,4 @@
-"""References to columns in expressions: their names in the lake, the types that are plain to see, and unknown fields.
+"""References to columns in expressions: their names in the lake, and the fields that a type lacks.
 
 A pipeline file has the topics' field names. Spark sees the columns of the lake (``zync_assets.codecs.spark_types``).
 

@@ -33,7 +33,7 @@ from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
-from zync_assets.pipeline_file.fields import option_fault
+from zync_assets.pipeline_file.fields import TLS_FILES, TLS_SWITCHES, option_fault
 from zync_assets.private import put
 from zync_assets.sinks.fold import DELETE, OP, REPLACE
 from zync_assets.sinks.sql import SqlTarget
@@ -86,8 +86,6 @@ _LOGIN = {1049, _WRONG_PASSWORD}
 _RIGHTS = "SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER"
 """A missing right, an unknown database or a wrong password, and the rights that a sink needs."""
 
-_TLS_FILES = ("ssl_ca", "ssl_cert", "ssl_key")
-_TLS_SWITCHES = ("ssl_disabled", "ssl_verify_cert", "ssl_verify_identity")
 
 _BITS: tuple[tuple[type[SqlType], int], ...] = (
     (mysql.TINYINT, 8),
@@ -373,7 +371,7 @@ def tls_options(query: Mapping[str, str]) -> dict[str, Any]:
     >>> tls_options({"ssl_disabled": "true"})
     {'ssl_disabled': True}
     """
-    switches = {name: value.lower() for name, value in query.items() if name in _TLS_SWITCHES}
+    switches = {name: value.lower() for name, value in query.items() if name in TLS_SWITCHES}
     if switches.get("ssl_disabled") == "true":
         return {"ssl_disabled": True}
     try:
@@ -381,7 +379,7 @@ def tls_options(query: Mapping[str, str]) -> dict[str, Any]:
         if "ssl_cert" in query:
             context.load_cert_chain(query["ssl_cert"], query.get("ssl_key"))
     except OSError as error:
-        files = ", ".join(f"{name}={query[name]}" for name in _TLS_FILES if name in query)
+        files = ", ".join(f"{name}={query[name]}" for name in TLS_FILES if name in query)
         raise SinkError(f"a file of the sink's url can't be used, of {files}: {error}. Name PEM files.") from None
     # A certificate that the server made for itself lacks what the strict mode asks for.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT

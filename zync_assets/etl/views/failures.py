@@ -83,7 +83,7 @@ class RowCheck(NamedTuple):
         return f"transform(array({row}), {name_sql(self.alias)} -> {self.made})"
 
     def expression(self, made: str) -> _Expression:
-        """The expression with its condition. ``made``: as Spark computes it there."""
+        """The expression with its condition. ``made``: the expression over a row, as Spark computes it."""
         return _Expression(self.path, self.sql, fails(made), made)
 
 

@@ -53,7 +53,7 @@ def frame(spark: SparkSession, records: Sequence[Record], *, old: bool) -> DataF
 
 
 def source_order(record: Record) -> int:
-    """The source's order of a record of ``world``. Records of one time share it."""
+    """The place of a record of ``world`` in the order of the source. Two records may have one place."""
     return int(record.key[1:]) // 2
 
 
