@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -50,11 +50,12 @@ class ViewJoin:
 
 class JoinStep(NamedTuple):
     """A join on the way along the joins. ``pairs``: an expression over the nearer alias, and that over the farther alias
-    that equals it."""
+    that equals it. ``outer``: a LEFT JOIN may find no farther row."""
 
     near: str
     far: str
     pairs: list[tuple[str, str]]
+    outer: bool
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ class View:
                 far = join.alias if join.near == near else join.near if join.alias == near else None
                 if far is not None and far not in known:
                     known.append(far)
-                    pairs = list(join.on) if far == join.alias else [(own, other) for other, own in join.on]
-                    found.append(JoinStep(near, far, pairs))
+                    outwards = far == join.alias
+                    pairs = list(join.on) if outwards else [(own, other) for other, own in join.on]
+                    found.append(JoinStep(near, far, pairs, outwards and join.kind == "left"))
         return found
 
     def path(self, start: str, ends: Iterable[str]) -> list[JoinStep]:
@@ -99,6 +101,24 @@ class View:
                 needed.add(alias)
                 alias = above[alias]
         return [step for step in steps if step.far in needed]
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """The aliases whose row a LEFT JOIN may lack."""
+        return frozenset(join.alias for join in self.joins if join.kind == "left")
+
+    def origin(self, alias: str, ends: Collection[str]) -> JoinStep | None:
+        """The step back over the LEFT JOIN of an alias, if some aliases stand at the join or behind it; else None.
+
+        A row that comes to such a join, or leaves it, changes nulls of these aliases. The way to them begins at the near alias.
+        """
+        join = next((join for join in self.joins if join.alias == alias and join.kind == "left"), None)
+        behind = {alias}
+        for each in self.joins:
+            behind |= {each.alias} if each.near in behind else set()
+        if join is None or behind.isdisjoint(ends):
+            return None
+        return JoinStep(alias, join.near, [(own, other) for other, own in join.on], outer=False)
 
 
 def view_definition(view: View, *rest: object) -> str:

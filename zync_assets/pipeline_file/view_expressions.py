@@ -204,6 +204,11 @@ def aliases_of(sql: str) -> frozenset[str]:
     return frozenset(parts[0].lower() for parts in columns(parse(sql, GROUPS).tree))
 
 
+def is_column(sql: str) -> bool:
+    """Whether an expression is a column, or a field of a column."""
+    return isinstance(parse(sql, GROUPS).tree.unnest(), exp.Column | exp.Dot)
+
+
 def _aggregate_problems(expression: Expression) -> Iterator[str]:
     found = calls(expression)
     for call in found:

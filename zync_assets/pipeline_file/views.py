@@ -17,7 +17,7 @@ from zync_assets.pipeline_file.key import known_names
 from zync_assets.pipeline_file.keys import VIEW
 from zync_assets.pipeline_file.source import Scalar, YamlTable, parse
 from zync_assets.pipeline_file.topics import Check, over, read_condition, read_shape
-from zync_assets.pipeline_file.view_expressions import GROUPS, ROWS, aliases_of, check_rows, has_aggregates
+from zync_assets.pipeline_file.view_expressions import GROUPS, ROWS, aliases_of, check_rows, has_aggregates, is_column
 from zync_assets.spark.sql import leaves
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -146,13 +146,23 @@ def _check_key(fields: Fields, key: Shape, tree: JoinTree) -> None:
     for path, sql in leaves(key, "key"):
         names = aliases_of(sql)
         used |= names
-        for alias in sorted(names & tree.optional):
+        # Any other expression may have a value for a missing row, as coalesce() has.
+        if names & tree.optional and is_column(sql):
             fields.problem(
                 "key",
-                f"`{path}` needs `{alias}`, whose row a LEFT JOIN may lack; use the columns of other tables, or JOIN `{alias}`",
+                f"`{path}` is null where the LEFT JOIN finds no row, and a row without a key goes into quarantine; write"
+                f" coalesce({sql}, …), or JOIN `{next(iter(names))}`",
             )
     if not used and "key" in fields:
         fields.problem("key", "names no column; a view needs a key that tells its rows apart, such as {id: o.id}")
+    elif _holds_null(key):
+        fields.problem("key", "holds a null, and a row with a null in its key goes into quarantine; remove the field")
+
+
+def _holds_null(key: Shape) -> bool:
+    if isinstance(key, Mapping):
+        return any(map(_holds_null, key.values()))
+    return key is None or key.strip().lower() == "null"
 
 
 def _tables(

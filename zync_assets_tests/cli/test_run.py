@@ -55,6 +55,19 @@ def test_explain_shows_the_query_of_a_view_and_the_keys_that_each_table_touches(
     assert as_text == CliRunner().invoke(main, ["etl", "--explain", orders]).stdout
 
 
+def test_explain_begins_before_a_left_join_where_the_key_depends_on_its_row(tmp_path: Path) -> None:
+    text = Path(DEMO).with_name("orders.yaml").read_text()
+    text = text.replace("o JOIN c", "o LEFT JOIN c").replace("key: {id: o.id}", "key: coalesce(c.city, 'none')")
+    orders = tmp_path / "orders.yaml"
+    orders.write_text(text)
+    assert (
+        "--   the changed rows c, as they were before the batch and as they are after it\n"
+        "--   with the rows o that have o.customer_id = c.id: a semi join of c with the state of o\n"
+        "--   with the rows c that have c.id = o.customer_id, or nulls: a left join of o with the state of c\n"
+    ) in (explained := CliRunner().invoke(main, ["explain", str(orders)]).stdout)
+    assert "-- No field of the key is of one table whose row is always there: a batch reads all rows o.\n" in explained
+
+
 def test_explain_gives_an_object_a_statement_to_a_pipe() -> None:
     result = CliRunner().invoke(main, ["etl", "--explain", "--format", "json", DEMO])
     assert result.exit_code == 0, result.output

@@ -70,13 +70,20 @@ def plan_text(rule: Rule) -> str:
     anchors = {alias for _, sql in leaves(rule.key, "key") for alias in _spelled(view, sql)}
     lines = [f"-- {rule.name}: how a batch keeps the view"]
     for item in view.tables:
-        steps = view.path(item.alias, anchors)
+        origin = view.origin(item.alias, anchors)
+        steps = view.path(item.alias if origin is None else origin.far, anchors)
         lines.append(f"-- a change of {item.alias} ({item.topic}) touches the keys {_shown(rule.key)} of")
         lines.append(f"--   the changed rows {item.alias}, as they were before the batch and as they are after it")
         lines += [
-            f"--   with the rows {far} that have {_equal(pairs)}: a semi join of {near} with the state of {far}"
-            for near, far, pairs in steps
+            f"--   with the rows {step.far} that have {_equal(step.pairs)}{', or nulls' if step.outer else ''}:"
+            f" a {'left' if step.outer else 'semi'} join of {step.near} with the state of {step.far}"
+            for step in ([] if origin is None else [origin]) + steps
         ]
+    always = {alias for _, sql in leaves(rule.key, "key") if len(names := _spelled(view, sql)) == 1 for alias in names}
+    if not always - view.optional:
+        lines.append(
+            f"-- No field of the key is of one table whose row is always there: a batch reads all rows {view.root}."
+        )
     lines.append(
         "-- The query then runs over the rows of these keys, before and after. The differences are the outputs."
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from zync_assets.errors import EtlError
 from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
 from zync_assets.etl.rules.kind import Columns, Ordering, OutputColumns
 from zync_assets.etl.rules.shapes import type_sql
@@ -119,17 +121,24 @@ def outputs(query: Query, index: int, found: DataFrame, target: OutputColumns, c
     )
 
 
-def keyless_failures(query: Query, rows: DataFrame, kind: DataType, ordering: Ordering) -> dict[Place, Failure]:
-    """The records that complete result rows with a null key. ``rows``: with KEY, of the type ``kind``, and ORD."""
-    rows = rows.where(f"({null_sql(KEY, kind)}) AND {ORD} IS NOT NULL")
+def keyless_failures(
+    query: Query, frames: Sequence[DataFrame], kind: DataType, ordering: Ordering
+) -> dict[Place, Failure]:
+    """The records that complete result rows with a null key. ``frames``: rows with KEY, of the type ``kind``, and ORD. The first
+    frame with such records counts.
+
+    Raises EtlError if there is none.
+    """
     topics = {place: topic for topic, place in ordering.places.items()}
-    found: dict[Place, Failure] = {}
-    for row in (
-        rows.selectExpr(f"{ORD}.place", f"{ORD}.partition", f"{ORD}.offset")
-        .distinct()
-        .limit(MOST_FAILURES + 1)
-        .collect()
-    ):
-        at = topics[row["place"]], row["partition"], row["offset"]
-        found[at] = Failure(*at, query.rule.name, "key: the key of the view, or a part of it, is null")
-    return found
+    for frame in frames:
+        rows = frame.where(f"({null_sql(KEY, kind)}) AND {ORD} IS NOT NULL")
+        columns = (f"{ORD}.{name}" for name in ("place", "partition", "offset"))
+        places = rows.selectExpr(*columns).distinct().limit(MOST_FAILURES + 1).collect()
+        found = [(topics[row["place"]], row["partition"], row["offset"]) for row in places]
+        if found:
+            reason = "key: the key of the view, or a part of it, is null"
+            return {at: Failure(*at, query.rule.name, reason) for at in found}
+    raise EtlError(
+        f"rule {query.rule.name}: a result row has a null key, and no record of the batch makes it. Nothing was"
+        " committed. Correct the view's key or where."
+    )

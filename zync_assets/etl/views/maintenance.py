@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from zync_assets.codecs.spark_types import arrow_frame
-from zync_assets.errors import EtlError
-from zync_assets.etl.failures import Failure, Place
 from zync_assets.etl.rules.kind import Columns, Ordering, OutputColumns
 from zync_assets.etl.views.changes import Change, RowFailures, cause_sql, no_cause_sql
 from zync_assets.etl.views.differences import differences, keyless_failures, outputs
@@ -112,7 +110,8 @@ class Maintenance:
             keyless = null_sql(KEY, self.types[0])
             [row] = found.selectExpr("count(*) AS count", f"count_if({keyless}) AS keyless").collect()
             if row["keyless"]:
-                raise RowFailures(self._keyless(joined, found))
+                results = query.results(joined).where(f"{V} = 1")
+                raise RowFailures(keyless_failures(query, (results, found), self.types[0], self.ordering))
         return outputs(query, self.index, found, target, columns) if row["count"] or self.fresh else None
 
     def joined(self, *, where: bool = True) -> DataFrame | None:
@@ -207,9 +206,10 @@ class Maintenance:
         return set() if self.small else {alias for alias, each in files.items() if is_few(each)}
 
     def _start(self) -> tuple[str, bool]:
-        """The alias of the first field of the key that is of one alias; whether all fields are of this alias."""
+        """The alias of the first field of the key that is of one alias, whose row is always there; whether all fields are of
+        this alias."""
         owners = [self.query.owners(sql) for sql in self.query.key_leaves]
-        first = next((each for each in owners if len(each) == 1), None)
+        first = next((each for each in owners if len(each) == 1 and not each & self.query.view.optional), None)
         if first is None:
             return self.query.view.root, False
         return next(iter(first)), all(each == first for each in owners)
@@ -227,32 +227,46 @@ class Maintenance:
 
     def _touched_by(self, alias: str) -> DataFrame:
         """The keys that the changed rows of an alias touch, and ORD and CAUSE of the changed row."""
-        from pyspark.sql import functions as F
-
-        query = self.query
+        view, ends = self.query.view, self.query.key_aliases
         frame = self.delta(alias).where("z_changed").select(V, ORD, CAUSE, name_sql(alias))
+        origin = view.origin(alias, ends)
+        if origin is not None:
+            # A row of the LEFT JOIN puts its own columns in the place of nulls: the keys with both count.
+            frame = self._before_and_after(frame, origin)
         substitutes: dict[str, str] = {}
-        steps = query.path(alias)
-        for _, far, pairs in steps:
-            of_far = [sql for sql in query.key_leaves if far in query.owners(sql)]
-            equal = {other.strip(): one for one, other in pairs}
-            last = not any(step.near == far for step in steps)
+        steps = view.path(alias if origin is None else origin.far, ends)
+        for step in steps:
+            of_far = [sql for sql in self.query.key_leaves if step.far in self.query.owners(sql)]
+            equal = {other.strip(): one for one, other in step.pairs}
+            last = not step.outer and not any(other.near == step.far for other in steps)
             if last and all(
-                sql in equal and self._is_key(frame, equal[sql], sql, far) for sql in map(str.strip, of_far)
+                sql in equal and self._is_key(frame, equal[sql], sql, step.far) for sql in map(str.strip, of_far)
             ):
                 # The changed row has the key already.
                 substitutes |= {sql: equal[sql.strip()] for sql in of_far}
                 continue
-            values = None
-            if self.small and pairs:
-                each = frame.selectExpr(*(f"{one} AS z_k{at}" for at, (one, _) in enumerate(pairs))).distinct()
-                values = self._values(far, each, [other for _, other in pairs], few=True)
-            other = self.rows(far, values).selectExpr(f"{V} AS z_other", name_sql(far))
-            equality = " AND ".join(f"({one}) = ({two})" for one, two in pairs) or "true"
-            equality += "" if far in self.steady else f" AND {V} = z_other"
-            frame = frame.join(other, F.expr(equality)).drop("z_other")
-        key = cast_sql(substituted(query.rule.key, substitutes), self.types[0])
+            versions = "true" if step.far in self.steady else f"{V} = z_other"
+            frame = self._with_far(frame, step, versions).drop("z_other")
+        key = cast_sql(substituted(self.query.rule.key, substitutes), self.types[0])
         return frame.selectExpr(f"{key} AS {KEY}", ORD, CAUSE)
+
+    def _with_far(self, frame: DataFrame, step: JoinStep, versions: str) -> DataFrame:
+        """A frame of rows with the rows that a step leads to, and ``z_other``, their V. ``versions``: which V belong together."""
+        from pyspark.sql import functions as F
+
+        values = None
+        if self.small and step.pairs:
+            each = frame.selectExpr(*(f"{one} AS z_k{at}" for at, (one, _) in enumerate(step.pairs))).distinct()
+            values = self._values(step.far, each, [other for _, other in step.pairs], few=True)
+        other = self.rows(step.far, values).selectExpr(f"{V} AS z_other", name_sql(step.far))
+        equality = " AND ".join([*(f"({one}) = ({two})" for one, two in step.pairs), versions])
+        return frame.join(other, F.expr(equality), "left" if step.outer else "inner")
+
+    def _before_and_after(self, frame: DataFrame, origin: JoinStep) -> DataFrame:
+        """The rows of the near alias of a LEFT JOIN that changed rows are joined to, as before the batch and as after it."""
+        found = self._with_far(frame, origin, "true")
+        versions = "explode(array(0, 1))" if origin.far in self.steady else "z_other"
+        return found.selectExpr(name_sql(origin.far), ORD, CAUSE, f"{versions} AS {V}")
 
     def _is_key(self, frame: DataFrame, one: str, other: str, far: str) -> bool:
         """Whether an expression of a frame gives the key what an equal expression of ``far`` gives it. Values of two types can be
@@ -431,14 +445,3 @@ class Maintenance:
     def _no_cause(self) -> tuple[str, str]:
         """ORD and CAUSE of a row that the batch does not change."""
         return no_cause_sql(self.ordering)
-
-    def _keyless(self, joined: DataFrame, found: DataFrame) -> dict[Place, Failure]:
-        """The records that complete result rows with a null key, by the joined rows, else by the differences ``found``."""
-        results = self.query.results(joined).where(f"{V} = 1")
-        for rows in (results, found):
-            if failures := keyless_failures(self.query, rows, self.types[0], self.ordering):
-                return failures
-        raise EtlError(
-            f"rule {self.query.rule.name}: a result row has a null key, and no record of the batch makes it. Nothing was"
-            " committed. Correct the view's key or where."
-        )

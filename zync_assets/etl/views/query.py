@@ -127,9 +127,10 @@ class Query:
         """The joins from an alias outwards, in the order of the way."""
         return self.view.outwards(start)
 
-    def path(self, start: str) -> list[JoinStep]:
-        """The joins that lead from an alias to all aliases of the view's key."""
-        return self.view.path(start, {owner for sql in self.key_leaves for owner in self.owners(sql)})
+    @cached_property
+    def key_aliases(self) -> set[str]:
+        """The aliases of the view's key."""
+        return {owner for sql in self.key_leaves for owner in self.owners(sql)}
 
     def joined(
         self,

@@ -215,6 +215,25 @@ ABSENT = {
 """Views whose rows come and go with the absence of a joined row, each with its query for DuckDB."""
 
 
+OPTIONAL = {
+    "from: o LEFT JOIN c ON c.id = o.customer\nkey: {name: \"coalesce(c.name, 'none')\"}\nvalue: {n: count(*)}": """
+        SELECT {'name': coalesce(c.name, 'none')}, {'n': count(*)}
+        FROM o LEFT JOIN c ON c.id = o.customer GROUP BY c.name""",
+    "from: o LEFT JOIN c ON c.id = o.customer\nkey: {o: o.id, c: 'coalesce(c.id, -1)'}\nvalue: {s: o.status}": """
+        SELECT {'o': o.id, 'c': coalesce(c.id, -1)}, {'s': o.status} FROM o LEFT JOIN c ON c.id = o.customer""",
+    "from: l LEFT JOIN o ON o.id = l.order_id LEFT JOIN c ON c.id = o.customer\n"
+    "key: {s: \"coalesce(o.status, '?')\", n: \"coalesce(c.name, '?')\"}\nvalue: {q: sum(l.qty)}": """
+        SELECT {'s': coalesce(o.status, '?'), 'n': coalesce(c.name, '?')}, {'q': sum(l.qty)}
+        FROM l LEFT JOIN o ON o.id = l.order_id LEFT JOIN c ON c.id = o.customer GROUP BY o.status, c.name""",
+    "from: o LEFT JOIN c ON c.id = o.customer LEFT JOIN l ON l.order_id = o.id\n"
+    "key: {k: \"concat(coalesce(c.name, '-'), coalesce(l.note, '-'))\"}\nvalue: {n: count(*)}": """
+        SELECT {'k': concat(coalesce(c.name, '-'), coalesce(l.note, '-'))}, {'n': count(*)}
+        FROM o LEFT JOIN c ON c.id = o.customer LEFT JOIN l ON l.order_id = o.id
+        GROUP BY concat(coalesce(c.name, '-'), coalesce(l.note, '-'))""",
+}  # fmt: skip
+"""Views whose key depends on a row that a LEFT JOIN may lack, each with its query for DuckDB."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 def test_random_changes(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,9 +249,10 @@ def test_random_changes(make: Make, seed: int, monkeypatch: pytest.MonkeyPatch) 
     if seed == 2:
         monkeypatch.setattr(maintenance, "FEW", 0)
         monkeypatch.setattr(state, "FEW_RECORDS", 0)
-    shop = make(DOCUMENTS, ROWS, TOTALS, NAMED, *ABSENT)
+    shop = make(DOCUMENTS, ROWS, TOTALS, NAMED, *ABSENT, *OPTIONAL)
     outs = [item.topic for item in shop.it.pipeline.outputs]
-    views = dict(zip(outs, (DOCUMENTS_SQL, ROWS_SQL, TOTALS_SQL, NAMED_SQL, *ABSENT.values()), strict=True))
+    queries = DOCUMENTS_SQL, ROWS_SQL, TOTALS_SQL, NAMED_SQL, *ABSENT.values(), *OPTIONAL.values()
+    views = dict(zip(outs, queries, strict=True))
     chance = random.Random(seed)
     for batch in range(5):
         if seed == 3:
@@ -479,19 +499,19 @@ def test_rows_that_no_view_can_show(make: Make) -> None:
 @pytest.mark.parametrize(
     ("large", "views", "batches"),
     [
-        (False, 2, 3),
-        pytest.param(False, 4, 6, marks=pytest.mark.slow),
-        pytest.param(True, 4, 6, marks=pytest.mark.slow),
+        (False, [*ABSENT.items()][:2] + [*OPTIONAL.items()][3:], 3),
+        pytest.param(False, [*ABSENT.items(), *OPTIONAL.items()], 6, marks=pytest.mark.slow),
+        pytest.param(True, [*ABSENT.items(), *OPTIONAL.items()], 6, marks=pytest.mark.slow),
     ],
+    ids=["few", "all", "large"],
 )
 def test_rows_that_a_joined_row_takes_away_come_back_when_it_is_gone(
-    make: Make, large: bool, views: int, batches: int, monkeypatch: pytest.MonkeyPatch
+    make: Make, large: bool, views: list[tuple[str, str]], batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if large:
         monkeypatch.setattr(positions, "SMALL", 0)
-    absent = [*ABSENT.items()][:views]
-    shop = make(*(view for view, _ in absent))
-    queries = {f"{shop.topics['o'][:-2]}.out{at}": sql for at, (_, sql) in enumerate(absent)}
+    shop = make(*(view for view, _ in views))
+    queries = {f"{shop.topics['o'][:-2]}.out{at}": sql for at, (_, sql) in enumerate(views)}
     shop.send("o", (1, {"customer": 7, "status": "a"}), (2, {"customer": 8, "status": "a"}))
     shop.send("l", (1, {"order_id": 1, "qty": 1}), (2, {"order_id": 3, "qty": 2}))
     shop.send("c", (9, {"name": "Zoe"}))
