@@ -153,7 +153,9 @@ def _check_key(fields: Fields, key: Shape, tree: JoinTree) -> None:
                 f"`{path}` is null where the LEFT JOIN finds no row, and a row without a key goes into quarantine; write"
                 f" coalesce({sql}, …), or JOIN `{next(iter(names))}`",
             )
-    if not used and "key" in fields:
+    if "key" not in fields:
+        return
+    if not used:
         fields.problem("key", "names no column; a view needs a key that tells its rows apart, such as {id: o.id}")
     elif _holds_null(key):
         fields.problem("key", "holds a null, and a row with a null in its key goes into quarantine; remove the field")
