@@ -67,7 +67,8 @@ class Shop:
 @pytest.fixture(params=FILES, ids=lambda path: path.name.partition(".")[0])
 def shop(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
     with tarfile.open(request.param) as tar:
-        tar.extractall(tmp_path, filter="data")
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
+        tar.extractall(tmp_path)
     state = tmp_path / "services.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "lake": str(tmp_path / "lake")}))
     try:

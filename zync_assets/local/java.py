@@ -242,7 +242,9 @@ def _fetch(bundle: Bundle, java: Path, cache: Path, home: Path, finish: Callable
 def _unpack_registry(folder: Path) -> None:
     (archive,) = (folder / "registry").iterdir()
     with tarfile.open(archive) as tar:
-        tar.extractall(folder / "registry", filter="data")
+        # Python before 3.11.4 has no filters, and extracts without one. Debian 12 has Python 3.11.2.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
+        tar.extractall(folder / "registry")
     archive.unlink()
 
 

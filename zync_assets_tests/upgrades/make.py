@@ -74,7 +74,8 @@ def make(commit: str, target: Path) -> None:
         code, state = Path(name, "code"), Path(name, "state")
         archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            tar.extractall(code, filter="data")
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)
+            tar.extractall(code)
         try:
             services = up(state)
             file = state / "shop.yaml"
