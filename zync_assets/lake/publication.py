@@ -216,9 +216,20 @@ class _Commits:
             self._queue.append(entry)
 
     def commit_queue(self) -> None:
-        """Commit all that waits. The caller holds ``lock``."""
+        """Commit all entries of the queue. The caller holds ``lock``. An entry without a commit has an error afterwards."""
         with self._queue_lock:
             entries, self._queue = self._queue, []
+        try:
+            self._commit_entries(entries)
+        except BaseException as error:
+            # Threads wait for their entries, and would take an entry without an error for a commit.
+            for entry in entries:
+                if not entry.is_done:
+                    interruption = LakeError(f"table {entry.table.uri}: its commit was interrupted; run again")
+                    entry.is_done, entry.error = True, error if isinstance(error, Exception) else interruption
+            raise
+
+    def _commit_entries(self, entries: Sequence[_Entry]) -> None:
         newest: LakeTable | None = None
         # Where it can't be opened, each commit says why.
         with suppress(LakeError):
@@ -248,10 +259,11 @@ class _Commits:
         return all(names is not None and names.isdisjoint(entry.numbers) for names in known)
 
     def _read(self, uri: str, versions: Sequence[int]) -> None:
-        """Read the commits of other processes. The log may lack the entries of old versions, which stay unknown."""
+        """Read the commits of other processes. The log may lack the entries of old versions, which stay unknown. So do the entries
+        of a log that can't be read: an entry of the queue is then committed alone."""
         if versions:
             span = range(versions[0], versions[-1] + 1)
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, LakeError, ValueError):
                 for version, found in zip(span, log.entries(uri, span[0], span[-1]), strict=True):
                     self._note(version, found.numbers)
 
@@ -297,6 +309,8 @@ def _commit_together(table: LakeTable, numbers: Mapping[str, int]) -> LakeTable 
             commits.commit_queue()
     if entry.error is not None:
         raise entry.error
+    if not entry.is_done:
+        raise LakeError(f"table {table.uri}: the thread that commits for others left an entry out; run again")
     return entry.after
 
 

@@ -7,11 +7,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
 
-from zync_assets.errors import CommitConflict
-from zync_assets.lake import tables
+from zync_assets.errors import CommitConflict, LakeError
+from zync_assets.lake import publication, tables
 from zync_assets.lake.publication import PublishState, commit_publish_state, open_publish_state
 from zync_assets.lake.storage import publish_uri
 
@@ -63,6 +64,47 @@ def test_topics_share_commits_though_another_process_commits_meanwhile(tmp_path:
     assert version is not None
     # Eight commits at first, one of the other process, and fewer than one for each of the seven topics.
     assert version.version - 8 < 7
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_known"),
+    [(LakeError("the bucket is away"), True), (ValueError("a torn entry"), True), (MemoryError("no memory"), False)],
+)
+def test_a_log_that_cannot_be_read_never_looks_like_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Exception, is_known: bool
+) -> None:
+    """Four topics wait while another commit changes the table. The process can't read this commit.
+
+    With a fault that it knows, it commits each topic alone. With another fault, each topic has a commit or an error.
+    """
+    lake, topics = str(tmp_path), [f"topic{number}" for number in range(5)]
+    for topic in topics:
+        announce(lake, open_publish_state(lake, "Staging", topic), 1)
+    before = {topic: open_publish_state(lake, "Staging", topic) for topic in topics}
+    other = "from zync_assets.lake.publication import *; import sys; lake = sys.argv[1]"
+    other += "; before = open_publish_state(lake, 'Staging', 'topic0')"
+    other += "; commit_publish_state(lake, 'Staging', before, window=2, verified_end=0, topic_id='id')"
+    subprocess.run([sys.executable, "-c", other, lake], check=True)
+
+    def torn(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(publication, "log", SimpleNamespace(entries=torn))
+    start = Barrier(len(topics) - 1)
+    failed: list[str] = []
+
+    def commit(topic: str) -> None:
+        start.wait()
+        try:
+            announce(lake, before[topic], 3)
+        except (MemoryError, LakeError):
+            failed.append(topic)
+
+    with ThreadPoolExecutor(len(topics) - 1) as threads:
+        list(threads.map(commit, topics[1:]))
+    windows = {topic: open_publish_state(lake, "Staging", topic).window for topic in topics[1:]}
+    assert windows == {topic: 1 if topic in failed else 3 for topic in topics[1:]}
+    assert not (failed and is_known)
 
 
 def announce(lake: str, before: PublishState, window: int) -> None:
