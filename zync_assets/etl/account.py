@@ -56,17 +56,17 @@ class Labels:
         """The rule that the records wait for of which an output was made."""
         return None if index is None else self.rules[self.parts.get(index, index)]
 
-    def of_topic(self, out: str) -> str:
+    def of_topic(self, topic: str) -> str:
         """The indexes of an output topic's rules, as a list in SQL."""
-        return ", ".join(str(index) for index, name in enumerate(self.outs) if name == out) or "NULL"
+        return ", ".join(str(index) for index, name in enumerate(self.outs) if name == topic) or "NULL"
 
 
 def labels_of(pipeline: Pipeline, pool: str) -> Labels:
     """The labels of a staging pool's batches: all inputs of the file, and the pool's own rules."""
     rules = pipeline.rules_of(pool)
     views = frozenset(index for index, rule in enumerate(rules) if rule.view is not None)
-    known = limits(rules)
-    waits = frozenset(index for index, rule in enumerate(rules) if rule.name in known)
+    rule_limits = limits(rules)
+    waits = frozenset(index for index, rule in enumerate(rules) if rule.name in rule_limits)
     topics = [item.topic for item in pipeline.inputs]
     names, outs = [rule.name for rule in rules], [rule.out for rule in rules]
     expiries = [_expiry_text(rule) for rule in rules]
@@ -75,8 +75,8 @@ def labels_of(pipeline: Pipeline, pool: str) -> Labels:
 
 
 def _expiry_text(rule: Rule) -> str | None:
-    listed = rule.expiry is not None and rule.expiry.action == "quarantine"
-    return f"rule {rule.name}: {rule.expiry.reason}" if listed and rule.expiry is not None else None
+    is_quarantine = rule.expiry is not None and rule.expiry.action == "quarantine"
+    return f"rule {rule.name}: {rule.expiry.reason}" if is_quarantine and rule.expiry is not None else None
 
 
 KINDS = ("out", "pending", "unmatched", "dropped", "quarantined", "untyped", "ended", MISSING, SEVERAL, "expired")
@@ -154,8 +154,8 @@ class Sources:
         """The rule that took the source."""
         for name, into in (("olds", self.old), ("takers", self.taker)):
             if name in rows.schema.names:
-                there = np.flatnonzero(pc.is_valid(rows[name]).to_numpy(zero_copy_only=False))
-                into[np.isin(self.row, there)] = rows[name].flatten().to_numpy(zero_copy_only=False)
+                valid_rows = np.flatnonzero(pc.is_valid(rows[name]).to_numpy(zero_copy_only=False))
+                into[np.isin(self.row, valid_rows)] = rows[name].flatten().to_numpy(zero_copy_only=False)
         self.hash = rows["hash"]
         extra = rows["extra"].fill_null(False) if "extra" in rows.schema.names else pa.repeat(False, len(rows))
         self.extra = extra.to_numpy(zero_copy_only=False)[self.row]
@@ -169,42 +169,42 @@ class Sources:
             self._add_rows(rows)
 
     def _add_rows(self, rows: pa.RecordBatch) -> None:
-        hashes, known = np.zeros(len(self.row), np.int64), np.zeros(len(self.row), bool)
+        hashes, has_hash = np.zeros(len(self.row), np.int64), np.zeros(len(self.row), bool)
         for at, name in enumerate(("row", "other_row")):
-            here = self.at == at
-            hashes[here] = rows[name].fill_null(0).to_numpy()[self.row[here]]
-            known[here] = rows[name].is_valid().to_numpy(zero_copy_only=False)[self.row[here]]
+            is_side = self.at == at
+            hashes[is_side] = rows[name].fill_null(0).to_numpy()[self.row[is_side]]
+            has_hash[is_side] = rows[name].is_valid().to_numpy(zero_copy_only=False)[self.row[is_side]]
         self.changes = (rows["changes"].fill_null(0).to_numpy()[self.row] >> np.minimum(self.at, 31) & 1).astype(bool)
         if "rows" in rows.schema.names:
-            merged = np.isin(self.row, np.flatnonzero(pc.is_valid(rows["rows"]).to_numpy(zero_copy_only=False)))
+            is_merged = np.isin(self.row, np.flatnonzero(pc.is_valid(rows["rows"]).to_numpy(zero_copy_only=False)))
             row, changes = rows["rows"].flatten().flatten()
-            hashes[merged] = row.fill_null(0).to_numpy()
-            known[merged] = row.is_valid().to_numpy(zero_copy_only=False)
-            self.changes[merged] = changes.to_numpy(zero_copy_only=False)
-        self.source_row = pa.array(hashes, mask=~known)
+            hashes[is_merged] = row.fill_null(0).to_numpy()
+            has_hash[is_merged] = row.is_valid().to_numpy(zero_copy_only=False)
+            self.changes[is_merged] = changes.to_numpy(zero_copy_only=False)
+        self.source_row = pa.array(hashes, mask=~has_hash)
 
 
-def counts(found: Sources) -> list[Count]:
+def counts(sources: Sources) -> list[Count]:
     """Few, whatever the number of sources."""
     # One number for all that they are counted by; a partition's takes 31 bits.
-    taker = np.where(found.old, found.taker, found.rule)
-    rules, takers, places = (int(each.max(initial=0)) + 2 for each in (found.rule, taker, found.place))
-    code = (((found.kind * rules + found.rule + 1) * takers + taker + 1) * places + found.place) * 2 + found.old
-    each = pa.array(code.astype(np.int64) << 31 | found.partition).dictionary_encode()
-    index = each.indices.to_numpy()
-    entries, rows = (np.bincount(index, weights).tolist() for weights in (~found.extra, found.at == 0))
-    made: list[Count] = []
-    for number, known in enumerate(each.dictionary.to_pylist()):
-        rest, partition = divmod(known, 1 << 31)
+    taker = np.where(sources.old, sources.taker, sources.rule)
+    rules, takers, places = (int(codes.max(initial=0)) + 2 for codes in (sources.rule, taker, sources.place))
+    code = (((sources.kind * rules + sources.rule + 1) * takers + taker + 1) * places + sources.place) * 2 + sources.old
+    codes = pa.array(code.astype(np.int64) << 31 | sources.partition).dictionary_encode()
+    index = codes.indices.to_numpy()
+    entries, rows = (np.bincount(index, weights).tolist() for weights in (~sources.extra, sources.at == 0))
+    totals: list[Count] = []
+    for number, code_number in enumerate(codes.dictionary.to_pylist()):
+        rest, partition = divmod(code_number, 1 << 31)
         rest, old = divmod(rest, 2)
         rest, place = divmod(rest, places)
-        rest, own = divmod(rest, takers)
+        rest, taker_number = divmod(rest, takers)
         kind, rule = divmod(rest, rules)
-        made.append(
+        totals.append(
             Count(
                 KINDS[kind],
                 rule - 1 if rule else None,
-                own - 1 if own else None,
+                taker_number - 1 if taker_number else None,
                 place,
                 partition,
                 bool(old),
@@ -212,56 +212,58 @@ def counts(found: Sources) -> list[Count]:
                 int(rows[number]),
             )
         )
-    return made
+    return totals
 
 
-def summed(found: Iterable[Count]) -> list[Count]:
-    """The counts of all rows together. ``found``: counts of some rows each."""
+def summed(parts: Iterable[Count]) -> list[Count]:
+    """The counts of all rows together. ``parts``: counts of some rows each."""
     sums: dict[tuple[str, int | None, int | None, int, int, bool], Count] = {}
-    for one in found:
-        key = one[:6]
-        before = sums.get(key, Count(*key, 0, 0))
-        sums[key] = Count(*key, before.entries + one.entries, before.rows + one.rows)
+    for count in parts:
+        key = count[:6]
+        total = sums.get(key, Count(*key, 0, 0))
+        sums[key] = Count(*key, total.entries + count.entries, total.rows + count.rows)
     return list(sums.values())
 
 
-def fact(one: Count, labels: Labels) -> Fact:
+def fact(count: Count, labels: Labels) -> Fact:
     """A count with names in place of numbers."""
-    out = labels.outs[one.rule] if one.kind == "out" and one.rule is not None else None
-    taker = labels.taker(one.taker) if one.taker != one.rule or one.rule in labels.parts else None
-    found = Fact(one.kind, out, labels.rule(one.rule), labels.topics[one.place], *one[4:], taker)
-    return found._replace(entries=0) if one.rule in labels.views else found
+    topic = labels.outs[count.rule] if count.kind == "out" and count.rule is not None else None
+    taker = labels.taker(count.taker) if count.taker != count.rule or count.rule in labels.parts else None
+    named_fact = Fact(count.kind, topic, labels.rule(count.rule), labels.topics[count.place], *count[4:], taker)
+    return named_fact._replace(entries=0) if count.rule in labels.views else named_fact
 
 
-def entries(found: Sources, labels: Labels) -> pa.RecordBatch:
+def entries(sources: Sources, labels: Labels) -> pa.RecordBatch:
     """The rows of ENTRIES for the sources that were pending or make no output."""
-    completed = found.old & np.isin(found.kind, (OUT, DROPPED)) & ~found.extra
-    wanted = np.flatnonzero(completed | ~found.old & ~np.isin(found.kind, (OUT, _QUARANTINED)))
-    kind, rule, offset = found.kind[wanted], found.taker[wanted], found.offset[wanted]
+    completed = sources.old & np.isin(sources.kind, (OUT, DROPPED)) & ~sources.extra
+    indexes = np.flatnonzero(completed | ~sources.old & ~np.isin(sources.kind, (OUT, _QUARANTINED)))
+    kind, rule, offset = sources.kind[indexes], sources.taker[indexes], sources.offset[indexes]
     takers = [labels.taker(index) for index in range(len(labels.rules))]
-    done = completed[wanted]
-    changes = (kind == PENDING) & found.changes[wanted]
+    is_completed = completed[indexes]
+    changes = (kind == PENDING) & sources.changes[indexes]
     waits = (kind == PENDING) & np.isin(rule, list(labels.waits))
-    text = np.where(done, 0, np.where(waits, 2, 1))
+    text = np.where(is_completed, 0, np.where(waits, 2, 1))
     columns = {
-        "kind": _named((*KINDS, "completed"), np.where(done, len(KINDS), kind)),
-        "topic": _named(labels.topics, found.place[wanted]),
-        "partition": pa.array(found.partition[wanted]),
+        "kind": _names_at((*KINDS, "completed"), np.where(is_completed, len(KINDS), kind)),
+        "topic": _names_at(labels.topics, sources.place[indexes]),
+        "partition": pa.array(sources.partition[indexes]),
         "first": pa.array(offset),
         "end": pa.array(offset + 1),
-        "rule": _named(takers, rule, rule < 0),
-        "hash": pc.if_else(pa.array(kind == PENDING), found.hash.take(pa.array(found.row[wanted])), None),
-        "text": _named(("dropped", CHANGE, labels.since), text, ~(done & (kind == DROPPED) | changes | waits)),
-        "row": pc.if_else(pa.array(kind == PENDING), found.source_row.take(pa.array(wanted)), None),
+        "rule": _names_at(takers, rule, rule < 0),
+        "hash": pc.if_else(pa.array(kind == PENDING), sources.hash.take(pa.array(sources.row[indexes])), None),
+        "text": _names_at(
+            ("dropped", CHANGE, labels.since), text, ~(is_completed & (kind == DROPPED) | changes | waits)
+        ),
+        "row": pc.if_else(pa.array(kind == PENDING), sources.source_row.take(pa.array(indexes)), None),
     }
-    if found.since is not None:
-        since = found.since.take(pa.array(found.row[wanted])).cast(pa.string())
-        texts = _named(labels.expiries, rule, (rule < 0) | (kind != EXPIRED))
+    if sources.since is not None:
+        since = sources.since.take(pa.array(sources.row[indexes])).cast(pa.string())
+        texts = _names_at(labels.expiries, rule, (rule < 0) | (kind != EXPIRED))
         columns["text"] = pc.coalesce(columns["text"], since, texts)
     return pa.RecordBatch.from_arrays(list(columns.values()), schema=ENTRIES)
 
 
-def _named(names: Iterable[str | None], index: np.ndarray, null: np.ndarray | None = None) -> pa.Array:
+def _names_at(names: Iterable[str | None], index: np.ndarray, null: np.ndarray | None = None) -> pa.Array:
     return pa.array(list(names), pa.string()).take(pa.array(index, mask=null))
 
 
@@ -306,8 +308,8 @@ def ledger_table(ranges: Mapping[str, Sequence[OffsetRange]], entries: pa.Table)
     """
     completed = pc.equal(entries["kind"], "completed")
     edges = _edges((topic, part, 0) for topic, parts in ranges.items() for part in normalize(parts))
-    covered = covering(pa.concat_tables([edges, _with_fields(entries.filter(pc.invert(completed)), _MARKED)]))
-    return pa.concat_tables([covered, _with_fields(entries.filter(completed), LEDGER)])
+    coverage = covering(pa.concat_tables([edges, _with_fields(entries.filter(pc.invert(completed)), _MARKED)]))
+    return pa.concat_tables([coverage, _with_fields(entries.filter(completed), LEDGER)])
 
 
 def ledger_frame(spark: SparkSession, ranges: Mapping[str, Sequence[OffsetRange]], entries: DataFrame) -> DataFrame:
@@ -316,10 +318,10 @@ def ledger_frame(spark: SparkSession, ranges: Mapping[str, Sequence[OffsetRange]
     pieces = ((topic, piece) for topic, parts in ranges.items() for part in normalize(parts) for piece in _pieces(part))
     edges = arrow_frame(spark, _edges((topic, piece, piece.first // STRIDE) for topic, piece in pieces))
     marked = entries.where("kind <> 'completed'").selectExpr("*", f"first DIV {STRIDE} AS stride")
-    covered = (
+    coverage = (
         _select(marked, _MARKED).unionByName(edges).groupBy(*_PLACE).applyInArrow(_covering_task, spark_schema(LEDGER))
     )
-    return covered.unionByName(_select(entries.where("kind = 'completed'"), LEDGER))
+    return coverage.unionByName(_select(entries.where("kind = 'completed'"), LEDGER))
 
 
 def _covering_task(marked: pa.Table) -> pa.Table:
@@ -351,10 +353,10 @@ def covering(marked: pa.Table) -> pa.Table:
     classes = classes.filter(pc.invert(pc.is_in(classes["kind"], _EDGES)))
     # Between an entry, or the begin of a range, and the next row of the same range.
     gaps = np.flatnonzero(place[1:] & (first[1:] > end[:-1]) & pc.not_equal(rows["kind"], "close").to_numpy()[:-1])
-    done = rows.take(pa.array(gaps)).select(["topic", "partition"])
-    done = done.append_column("kind", pa.repeat("done", len(gaps)))
-    done = done.append_column("first", pa.array(end[gaps])).append_column("end", pa.array(first[gaps + 1]))
-    return pa.concat_tables([_with_fields(classes, LEDGER), _with_fields(done, LEDGER)])
+    done_rows = rows.take(pa.array(gaps)).select(["topic", "partition"])
+    done_rows = done_rows.append_column("kind", pa.repeat("done", len(gaps)))
+    done_rows = done_rows.append_column("first", pa.array(end[gaps])).append_column("end", pa.array(first[gaps + 1]))
+    return pa.concat_tables([_with_fields(classes, LEDGER), _with_fields(done_rows, LEDGER)])
 
 
 def _same_as_before(column: pa.ChunkedArray) -> np.ndarray:
@@ -397,18 +399,18 @@ def _select(frame: DataFrame, schema: pa.Schema) -> DataFrame:
     names = set(frame.columns)
     columns = [(name_sql(item.name), spark_type(item.type).simpleString(), item.name in names) for item in schema]
     return frame.selectExpr(
-        *(f"CAST({name if known else 'NULL'} AS {kind}) AS {name}" for name, kind, known in columns)
+        *(f"CAST({name if is_present else 'NULL'} AS {kind}) AS {name}" for name, kind, is_present in columns)
     )
 
 
-def cut_at_strides(found: DataFrame) -> DataFrame:
+def cut_at_strides(ranges: DataFrame) -> DataFrame:
     """The same ranges, none across a stride's border: ``ledger_frame`` works on one stride at a time."""
     from pyspark.sql import functions as F
 
     strides = F.sequence(F.floor(F.col("first") / STRIDE), F.floor((F.col("end") - 1) / STRIDE))
-    each = found.withColumn("at", F.explode(strides))
+    pieces = ranges.withColumn("at", F.explode(strides))
     return (
-        each.withColumn("first", F.greatest(F.col("first"), F.col("at") * STRIDE))
+        pieces.withColumn("first", F.greatest(F.col("first"), F.col("at") * STRIDE))
         .withColumn("end", F.least(F.col("end"), (F.col("at") + 1) * STRIDE))
         .drop("at")
     )

@@ -15,7 +15,7 @@ import pyarrow as pa
 from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.etl import positions, source_rows
 from zync_assets.etl.account import Labels, labels_of
-from zync_assets.etl.coalescence import finished
+from zync_assets.etl.coalescence import final_rows
 from zync_assets.etl.components import Component, components, whole
 from zync_assets.etl.encodability import size_limits
 from zync_assets.etl.failures import Failures
@@ -90,11 +90,11 @@ class Transform:
     def spark(self) -> SparkSession:
         return self.batch.spark
 
-    def stage(self, known: Failures) -> Stage:
-        """What the views of the batch are made from. ``known``: the records with a known failure."""
+    def stage(self, failures: Failures) -> Stage:
+        """What the views of the batch are made from. ``failures``: the records with a known failure."""
         reads = {topic: self.plan.reads(topic) for topic in self.plan.ranges}
         place = self.pipeline, self.plan.pool, self.spark, self.plan.state
-        about = self.types, known, self.small, self.plan.raw, self.plan.rebuild
+        about = self.types, failures, self.small, self.plan.raw, self.plan.rebuild
         return Stage(*place, self.rules, self.ordering, self.rows, reads, *about)
 
     @cached_property
@@ -171,13 +171,13 @@ def transform_of(pipeline: Pipeline, batch: EtlBatch) -> Transform:
             records[topic] = note_schema(frame, frames.record_types(state))
     tabular = {table.topic for rule in rules for table in rule.tables}
     for topic in sorted(tabular):
-        typed = declared_frame(pipeline, batch.spark, topic, records.get(topic))
-        if typed is not None:
-            records[topic] = typed
+        table_frame = declared_frame(pipeline, batch.spark, topic, records.get(topic))
+        if table_frame is not None:
+            records[topic] = table_frame
     learn_types(questions(rules, records))
     tables = {topic: state.schema for topic, state in states.items()}
     lacks = any(state.with_ids for state in states.values())
-    rows = sum(_records(item, plan.reads(topic)) for topic, each in files.items() for item in each)
+    rows = sum(_records(item, plan.reads(topic)) for topic, topic_files in files.items() for item in topic_files)
     state = [item for item in (plan.state.files if plan.state else ()) if (item.group or "").startswith(STATE)]
     set_compiler(batch.spark, pipeline.spark, rows + sum(item.records for item in state))
     return Transform(
@@ -223,7 +223,7 @@ def result_rows(
         topic: assign(
             transform.pipeline.input(topic),
             transform.ordering,
-            note_schema(_decided(transform, pending.hold, topic, frame), schema_of(frame)),
+            note_schema(_with_decisions(transform, pending.hold, topic, frame), schema_of(frame)),
             rules,
             failures.condition(topic),
             deletes=source_rows.deletes_sql(schema_of(frame)["value"].dataType) if transform.held else "false",
@@ -256,28 +256,32 @@ def result_rows(
         for topic, assignment in assignments.items()
         if only is None or any(topic in rules[index].topics and rules[index].name in only for index in targets)
     }
-    passed = frozenset(parts)
-    for topic, found in _released(transform, pending.hold, failures, targets, columns):
-        parts.setdefault(topic, []).append(found)
+    passed_topics = frozenset(parts)
+    for topic, released_rows in _released_results(transform, pending.hold, failures, targets, columns):
+        parts.setdefault(topic, []).append(released_rows)
     others = [index for index in others if only is None or rules[index].name in only]
-    each = [_rule_records(transform, index, assignments) for index in others]
-    changed = {records.rule.name for records in each if _is_changed(plan, records)}
+    rule_records = [_rule_records(transform, index, assignments) for index in others]
+    changed_rules = {records.rule.name for records in rule_records if _is_changed(plan, records)}
     # Records that waited behind others when their output was held.
-    changed |= {rules[index].name for index in targets if not rules[index].held and _waits(plan, rules[index])}
-    if changed:
-        raise JoinsChanged(frozenset(changed))
-    pending.look_up(each, small=transform.small)
-    for records in each:
+    changed_rules |= {rules[index].name for index in targets if not rules[index].held and _waits(plan, rules[index])}
+    if changed_rules:
+        raise JoinsChanged(frozenset(changed_rules))
+    pending.look_up(rule_records, small=transform.small)
+    for records in rule_records:
         target = types[records.rule.out].targets.get(records.rule.name)
         rows = views.events.joined if views is not None and records.lookups is not None else None
         outputs = parts_of(rules, types, records.rule) if target is not None and records.rule.name in manifold else []
         emission = Emission(target, columns, transform.ordering, transform.small, bool(transform.held), rows, outputs)
-        waiting = _pending_frames(transform, records, pending, failures)
-        parts.setdefault(records.rule.topics[0], []).extend(kind_of(records.rule).results(records, waiting, emission))
-    joins = {records.rule.name: records.join for records in each if records.join is not None}
-    made = [_result_frame(transform, item, parts, each, views, passed) for item in transform.components]
+        pending_frames = _pending_frames(transform, records, pending, failures)
+        parts.setdefault(records.rule.topics[0], []).extend(
+            kind_of(records.rule).results(records, pending_frames, emission)
+        )
+    joins = {records.rule.name: records.join for records in rule_records if records.join is not None}
+    result_frames = [
+        _result_frame(transform, item, parts, rule_records, views, passed_topics) for item in transform.components
+    ]
     empty = ResultFrame(no_rows(transform), frozenset())
-    return ResultRows([item for item in made if item is not None] or [empty], joins)
+    return ResultRows([item for item in result_frames if item is not None] or [empty], joins)
 
 
 def _result_frame(
@@ -290,25 +294,27 @@ def _result_frame(
 ) -> ResultFrame | None:
     """The result rows of a component. ``parts``: input topic → result rows of its records; ``topics``: those with a pass
     over their new records. None if there are none."""
-    pipeline, held = transform.pipeline, bool(transform.held)
+    pipeline, is_held = transform.pipeline, bool(transform.held)
     rules = [rule for rule in transform.rules if rule.out in component.outputs]
-    own = [frame for topic, frames in parts.items() if topic in component.inputs for frame in frames]
+    record_rows = [frame for topic, frames in parts.items() if topic in component.inputs for frame in frames]
     merges = any(pipeline.output(rule.out).coalesce for rule in rules)
     with_records = [item.rule for item in records if item.frames and item.rule.out in component.outputs]
-    optional = optional_columns(with_records, several(rules), merges=merges and bool(own), held=held)
-    each: list[DataFrame] = []
-    if own:
+    optional = optional_columns(with_records, several(rules), merges=merges and bool(record_rows), held=is_held)
+    all_rows: list[DataFrame] = []
+    if record_rows:
         together = transform.small
         about = transform.types, transform.labels, lambda: transform.limits
-        rows = union(own)
-        each.append(finished(rows, pipeline, transform.rules, component.outputs, *about, together=together, held=held))
+        rows = union(record_rows)
+        all_rows.append(
+            final_rows(rows, pipeline, transform.rules, component.outputs, *about, together=together, held=is_held)
+        )
     if component.views and views is not None:
-        each += views.rows
-    if not each:
+        all_rows += views.rows
+    if not all_rows:
         return None
-    rows = union(each)
+    rows = union(all_rows)
     # Results of one pass over a topic have all columns. Rules without a new record, and views, lack some.
-    rows = _with_row_columns(rows) if held and component.inputs.isdisjoint(topics) else rows
+    rows = _with_row_columns(rows) if is_held and component.inputs.isdisjoint(topics) else rows
     in_turn = any(has_causes(rule, transform.ordering) for rule in with_records)
     return ResultFrame(rows, component.outputs, optional, in_turn)
 
@@ -318,8 +324,8 @@ def _with_row_columns(rows: DataFrame) -> DataFrame:
     types = dict.fromkeys(("row", "other_row", "joined", "exact"), "bigint")
     types |= {"changes": "int", "follows": "int", "deletes": "boolean"}
     none = {name: f"CAST(NULL AS {kind})" for name, kind in types.items()} | {"ords": "IF(false, array(ord), NULL)"}
-    known = rows.columns
-    return rows.selectExpr("*", *(f"{sql} AS {name}" for name, sql in none.items() if name not in known))
+    columns = rows.columns
+    return rows.selectExpr("*", *(f"{sql} AS {name}" for name, sql in none.items() if name not in columns))
 
 
 def no_rows(transform: Transform) -> DataFrame:
@@ -335,24 +341,24 @@ def no_rows(transform: Transform) -> DataFrame:
 def records_at(transform: Transform, state: RawState, places: Sequence[tuple[int, int]]) -> DataFrame:
     """The raw records at some places (partition, offset)."""
     spans = sorted({(partition, offset // frames.SPAN) for partition, offset in places})
-    within = [OffsetRange(part, span * frames.SPAN, (span + 1) * frames.SPAN) for part, span in spans]
-    wanted = listed_frame(transform.spark, _PLACES, places)
-    return frames.records_at(transform.spark, state, wanted, within, few=True)
+    ranges = [OffsetRange(part, span * frames.SPAN, (span + 1) * frames.SPAN) for part, span in spans]
+    place_frame = listed_frame(transform.spark, _PLACES, places)
+    return frames.records_at(transform.spark, state, place_frame, ranges, few=True)
 
 
 def _rule_records(transform: Transform, index: int, assignments: Mapping[str, Assignment]) -> RuleRecords:
     """The new records of a rule. A side whose topic has no schema yet has none."""
     rule, records, ordering = transform.rules[index], transform.frames, transform.ordering
     topics = {side.name: side.topic for side in rule.sides if side.topic in records and has_schema(records[side.topic])}
-    own = {
+    side_frames = {
         side: in_frame(assignments[topic].by(index) if topic in assignments else records[topic], side, ordering)
         for side, topic in topics.items()
     }
     inputs = {side: records[topic] for side, topic in topics.items()}
-    found = kind_of(rule).records(rule, index, inputs, own)
+    rule_records = kind_of(rule).records(rule, index, inputs, side_frames)
     if not rule.lookups:
-        return found
-    return with_lookups(found, inputs, row_frames(rule, transform.rows, transform.plan.state))
+        return rule_records
+    return with_lookups(rule_records, inputs, row_frames(rule, transform.rows, transform.plan.state))
 
 
 def _pending_frames(
@@ -372,13 +378,13 @@ def _pending_frames(
 
 def _old_records(transform: Transform, hold: Hold, failures: Failures, topic: str, frame: DataFrame) -> DataFrame:
     """Pending records as a record frame, without the failing ones."""
-    state, failed = transform.plan.raw[topic], failures.condition(topic)
+    state, condition = transform.plan.raw[topic], failures.condition(topic)
     assert state is not None
     frame = transform.ordering.carried(frame, topic).selectExpr("*", *row_columns(topic, state, transform.held))
-    return _decided(transform, hold, topic, frame if failed is None else frame.where(f"NOT ({failed})"))
+    return _with_decisions(transform, hold, topic, frame if condition is None else frame.where(f"NOT ({condition})"))
 
 
-def _decided(transform: Transform, hold: Hold, topic: str, frame: DataFrame) -> DataFrame:
+def _with_decisions(transform: Transform, hold: Hold, topic: str, frame: DataFrame) -> DataFrame:
     """The records with ``fate``, ``at`` and ``follows``, if there is a decision on records of the topic."""
     rows = hold.rows(topic)
     if not rows:
@@ -395,15 +401,15 @@ def _decided(transform: Transform, hold: Hold, topic: str, frame: DataFrame) -> 
             ("follows", pa.int32()),
         ]
     )
-    known = [(*row[:3], *(row.order or [None] * len(parts)), row.number) for row in rows]
-    decisions = listed_frame(transform.spark, schema, known).selectExpr(
+    decision_rows = [(*row[:3], *(row.order or [None] * len(parts)), row.number) for row in rows]
+    decisions = listed_frame(transform.spark, schema, decision_rows).selectExpr(
         "at_partition", "at_offset", "fate", f"{transform.ordering.of_parts('part')} AS at", "follows"
     )
-    here = F.expr("kafka.partition = at_partition AND kafka.offset = at_offset")
-    return frame.join(F.broadcast(decisions), here, "left").selectExpr("* EXCEPT (at_partition, at_offset)")
+    at_place = F.expr("kafka.partition = at_partition AND kafka.offset = at_offset")
+    return frame.join(F.broadcast(decisions), at_place, "left").selectExpr("* EXCEPT (at_partition, at_offset)")
 
 
-def _released(
+def _released_results(
     transform: Transform,
     hold: Hold,
     failures: Failures,
@@ -416,8 +422,8 @@ def _released(
         state, at = transform.plan.raw[topic], index.get(name, -1)
         if state is None or at not in targets:
             continue
-        found = records_at(transform, state, places).selectExpr("*", "true AS old")
-        frame = _old_records(transform, hold, failures, topic, found)
+        records = records_at(transform, state, places).selectExpr("*", "true AS old")
+        frame = _old_records(transform, hold, failures, topic, records)
         item = Assignment(transform.pipeline.input(topic), transform.ordering, frame, [(at, "true")], decided=True)
         yield topic, singles(item, transform.rules, {at: targets[at]}, [], [], columns, held=True)
 
@@ -433,6 +439,8 @@ def _is_changed(plan: EtlPlan, records: RuleRecords) -> bool:
 
 def _waits(plan: EtlPlan, rule: Rule) -> bool:
     """Whether records are pending for a rule that the batch does not match again."""
-    counts, again = plan.head.waiting, plan.reopening
-    waits = any(counts.get((rule.name, topic), 0) and (rule.name, topic) not in again.sides for topic in rule.topics)
-    return waits and rule.name not in again.joins
+    counts, reopening = plan.head.waiting, plan.reopening
+    waits = any(
+        counts.get((rule.name, topic), 0) and (rule.name, topic) not in reopening.sides for topic in rule.topics
+    )
+    return waits and rule.name not in reopening.joins

@@ -37,7 +37,7 @@ _ALONE, _SIZE = "alone", "size"
 """The columns of changes: whether the change is not merged, and the most bytes of its output."""
 
 
-def coalesced(
+def with_merged_outputs(
     results: DataFrame,
     rules: Sequence[Rule],
     topic: str,
@@ -54,39 +54,42 @@ def coalesced(
     if not indexes or key is None or key not in results.columns:
         # Without a key, no two changes are of one.
         return results
-    mine = f"kind = 'out' AND rule IN ({', '.join(map(str, indexes))}) AND {name_sql(key)} IS NOT NULL"
+    is_keyed_output = f"kind = 'out' AND rule IN ({', '.join(map(str, indexes))}) AND {name_sql(key)} IS NOT NULL"
     columns = results.columns
     number = "coalesce(number, 0)" if "number" in columns else "0"
-    lone = f"CASE WHEN {mine} THEN NULL ELSE struct(element_at(source, 1) AS first, {number} AS number) END AS lone"
+    lone = f"CASE WHEN {is_keyed_output} THEN NULL ELSE struct(element_at(source, 1) AS first, {number} AS number) END AS lone"
     kinds = {at: target.key[1] for at in indexes if (target := targets[rules[at].name]).key is not None}
     fields = " ".join(f"WHEN {at} THEN {text_sql(key_fields(kind))}" for at, kind in kinds.items())
     # Without a key in these rules, all keys are null.
     shape = f"CASE rule {fields} END" if fields else "''"
-    of = f"CASE WHEN {mine} THEN struct({name_sql(key)} AS key, {shape} AS fields) END AS of"
+    key_struct = f"CASE WHEN {is_keyed_output} THEN struct({name_sql(key)} AS key, {shape} AS fields) END AS of"
     if check is not None:
-        about = f"{mine} AND ({check.suspect}) AS {_ALONE}", f"CASE WHEN {mine} THEN {check.size()} END AS {_SIZE}"
+        about = (
+            f"{is_keyed_output} AND ({check.suspect}) AS {_ALONE}",
+            f"CASE WHEN {is_keyed_output} THEN {check.size()} END AS {_SIZE}",
+        )
         results = results.selectExpr("*", *about)
-    keyed = results.selectExpr(of, lone, "struct(*) AS change")
+    keyed = results.selectExpr(key_struct, lone, "struct(*) AS change")
     later = LATER_IN_TURN if TURN in columns else LATER
     changes = keyed.groupBy("of", "lone").agg(F.expr(f"array_sort(collect_list(change), {later}) AS changes"))
-    merged = _Merge(columns, {at: targets[rules[at].name] for at in indexes}, placeholder, check)
+    merge = _Merge(columns, {at: targets[rules[at].name] for at in indexes}, placeholder, check)
     instead, beside = "concat(slice(made, 1, size(made) - 1), array({}))", "concat(made, array(b))"
-    both = instead.format(merged.row)
+    merged_changes = instead.format(merge.row)
     if check is not None:
         fits = f"merged.{_SIZE} <= {check.limit} OR {check.size('merged')} <= {check.limit}"
-        chosen = f"CASE WHEN {fits} THEN {instead.format('merged')} ELSE {beside} END"
-        both = f"element_at(transform(array({merged.row}), merged -> {chosen}), 1)"
-    step = f"CASE WHEN {merged.condition} THEN {both} ELSE {beside} END"
+        checked_changes = f"CASE WHEN {fits} THEN {instead.format('merged')} ELSE {beside} END"
+        merged_changes = f"element_at(transform(array({merge.row}), merged -> {checked_changes}), 1)"
+    step = f"CASE WHEN {merge.condition} THEN {merged_changes} ELSE {beside} END"
     # The last of the changes so far, under a name.
     step = f"element_at(transform(array(element_at(made, -1)), a -> {step}), 1)"
-    rest = "slice(changes, 2, size(changes))"
-    folded = f"aggregate({rest}, slice(changes, 1, 1), (made, b) -> {step})"
-    return changes.selectExpr(f"explode({folded}) AS change").selectExpr(
+    later_changes = "slice(changes, 2, size(changes))"
+    merged_list = f"aggregate({later_changes}, slice(changes, 1, 1), (made, b) -> {step})"
+    return changes.selectExpr(f"explode({merged_list}) AS change").selectExpr(
         *(f"change.{name_sql(name)}" for name in columns)
     )
 
 
-def finished(
+def final_rows(
     results: DataFrame,
     pipeline: Pipeline,
     rules: Sequence[Rule],
@@ -107,14 +110,14 @@ def finished(
     merging = [topic for topic in dict.fromkeys(rule.out for rule in rules) if topic in outputs]
     merging = [topic for topic in merging if pipeline.output(topic).coalesce]
     if merging:
-        known = [] if "olds" in results.columns else ["CAST(NULL AS array<boolean>) AS olds"]
-        known += ["CAST(NULL AS array<struct<row: bigint, changes: boolean>>) AS rows"] if held else []
-        results = results.selectExpr("*", *known, "CAST(NULL AS array<int>) AS takers")
+        null_columns = [] if "olds" in results.columns else ["CAST(NULL AS array<boolean>) AS olds"]
+        null_columns += ["CAST(NULL AS array<struct<row: bigint, changes: boolean>>) AS rows"] if held else []
+        results = results.selectExpr("*", *null_columns, "CAST(NULL AS array<int>) AS takers")
         # Rows of one task need no shuffle.
         results = results.coalesce(1) if together else results
     for topic in merging:
         check = row_checks(pipeline, labels, types[topic], results.columns, limits(), texts=True)
-        results = coalesced(results, rules, topic, types[topic].targets, pipeline.unavailable_value, check)
+        results = with_merged_outputs(results, rules, topic, types[topic].targets, pipeline.unavailable_value, check)
     return results
 
 
@@ -134,15 +137,15 @@ class _Merge:
         self.value = next((side[0] for side in sides.values()), None)
         whole = next((side[2] for side in sides.values()), None)
         self.fields = list(whole.names) if isinstance(whole, StructType) else []
-        own = {at: set(side[1].names) for at, side in sides.items() if isinstance(side[1], StructType)}
+        fields_by_rule = {at: set(side[1].names) for at, side in sides.items() if isinstance(side[1], StructType)}
         # A value that is no struct has no fields that another one lacks.
-        self.has = {at: own.get(at, set(self.fields)) for at in targets}
+        self.has = {at: fields_by_rule.get(at, set(self.fields)) for at in targets}
         column = name_sql(self.value or "")
-        found = None if whole is None else left_out(f"b.{column}", whole, "value", placeholder)
+        clearing = None if whole is None else left_out(f"b.{column}", whole, "value", placeholder)
         self.omits = (
             "CAST(array() AS array<string>)"
-            if found is None
-            else f"coalesce({found[1]}, CAST(array() AS array<string>))"
+            if clearing is None
+            else f"coalesce({clearing[1]}, CAST(array() AS array<string>))"
         )
         self.checked = check is not None
         self.columns = [*columns, *((_ALONE, _SIZE) if self.checked else ())]
@@ -157,30 +160,34 @@ class _Merge:
         """Whether one of the changes has all fields of the other."""
         if self.value is None:
             return "true"
-        one, other = (f"{side}.{name_sql(self.value)} IS NULL" for side in "ab")
+        a_is_null, b_is_null = (f"{side}.{name_sql(self.value)} IS NULL" for side in "ab")
         full = [str(at) for at, names in self.has.items() if names >= set(self.fields)]
         nested = f"exists({self.omits}, path -> path LIKE 'value.%.%')"
         whole = f"b.rule IN ({', '.join(full)}) AND size({self.omits}) = 0" if full else "false"
         lacks = " OR ".join(f"size({side}.{LACKING}) > 0" for side in "ab") if LACKING in self.columns else "false"
         lacks = f"coalesce({lacks}, false)"
         either = f"({self._covers('b', 'a')} OR {self._covers('a', 'b')})"
-        return f"({other} OR NOT {lacks} AND CASE WHEN {one} THEN {whole} ELSE {either} AND NOT {nested} END)"
+        return f"({b_is_null} OR NOT {lacks} AND CASE WHEN {a_is_null} THEN {whole} ELSE {either} AND NOT {nested} END)"
 
     def _covers(self, one: str, other: str) -> str:
         """Whether the rule of one change has all fields of the other's."""
-        pairs = [(at, to) for at, names in self.has.items() for to, more in self.has.items() if names >= more]
-        known = ", ".join(f"struct({at}, {to})" for at, to in pairs)
-        return f"struct({one}.rule, {other}.rule) IN ({known})"
+        pairs = [
+            (at, to) for at, names in self.has.items() for to, other_names in self.has.items() if names >= other_names
+        ]
+        covering_pairs = ", ".join(f"struct({at}, {to})" for at, to in pairs)
+        return f"struct({one}.rule, {other}.rule) IN ({covering_pairs})"
 
     @property
     def row(self) -> str:
         """The merged change."""
-        gone = "true" if self.value is None else f"b.{name_sql(self.value)} IS NULL OR a.{name_sql(self.value)} IS NULL"
+        is_deletion = (
+            "true" if self.value is None else f"b.{name_sql(self.value)} IS NULL OR a.{name_sql(self.value)} IS NULL"
+        )
         olds = {side: f"coalesce({side}.olds, {_OLDS.format(side)})" for side in "ab"}
         takers = {side: f"coalesce({side}.takers, array_repeat({side}.rule, size({side}.source)))" for side in "ab"}
         rows = {side: f"coalesce({side}.rows, {_ROWS.format(side)})" for side in "ab"}
-        made = {
-            "rule": f"CASE WHEN {gone} OR {self._covers('b', 'a')} THEN b.rule ELSE a.rule END",
+        expressions = {
+            "rule": f"CASE WHEN {is_deletion} OR {self._covers('b', 'a')} THEN b.rule ELSE a.rule END",
             "source": "concat(a.source, b.source)",
             "last": "size(a.source) + b.last",
             "waited": "0",
@@ -191,19 +198,19 @@ class _Merge:
             _SIZE: f"a.{_SIZE} + b.{_SIZE}",
         }
         if self.value is not None and self.fields:
-            made[self.value] = f"CASE WHEN {gone} THEN b.{name_sql(self.value)} ELSE {self._value()} END"
-        each = (f"{text_sql(name)}, {made.get(name, f'b.{name_sql(name)}')}" for name in self.columns)
-        return f"named_struct({', '.join(each)})"
+            expressions[self.value] = f"CASE WHEN {is_deletion} THEN b.{name_sql(self.value)} ELSE {self._value()} END"
+        fields = (f"{text_sql(name)}, {expressions.get(name, f'b.{name_sql(name)}')}" for name in self.columns)
+        return f"named_struct({', '.join(fields)})"
 
     def _value(self) -> str:
         column = name_sql(self.value or "")
         parts: list[str] = []
         for name in self.fields:
             having = ", ".join(str(at) for at, names in self.has.items() if name in names) or "NULL"
-            sent = f"b.rule IN ({having}) AND NOT array_contains({self.omits}, {text_sql(f'value.{name}')})"
-            kept = f"a.rule IN ({having})"
+            is_sent = f"b.rule IN ({having}) AND NOT array_contains({self.omits}, {text_sql(f'value.{name}')})"
+            is_old = f"a.rule IN ({having})"
             field = name_sql(name)
             parts.append(
-                f"{text_sql(name)}, CASE WHEN {sent} OR NOT {kept} THEN b.{column}.{field} ELSE a.{column}.{field} END"
+                f"{text_sql(name)}, CASE WHEN {is_sent} OR NOT {is_old} THEN b.{column}.{field} ELSE a.{column}.{field} END"
             )
         return f"named_struct({', '.join(parts)})"

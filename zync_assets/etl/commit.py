@@ -24,7 +24,7 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.etl import account
 from zync_assets.etl.batch import JoinsChanged, Transform, result_rows, transform_of
-from zync_assets.etl.due import begun, due_records
+from zync_assets.etl.due import due_records, start_times
 from zync_assets.etl.encodability import EncodingFailures
 from zync_assets.etl.failure_search import find_failures
 from zync_assets.etl.failures import Failure, Failures, Place, quarantined, undecoded_rows
@@ -93,24 +93,24 @@ def commit_staging(pipeline: Pipeline, batch: EtlBatch) -> EtlCommit:
     refuse_blocks(snapshot, reader, batch.plan.ranges, outcome)
     refuse_disorder(snapshot, reader, batch.plan.ranges, outcome)
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
-    own = pipeline.rules_of(batch.plan.pool)
+    pool_rules = pipeline.rules_of(batch.plan.pool)
     with (
-        guarded_elements(batch.spark, repr(own)),
+        guarded_elements(batch.spark, repr(pool_rules)),
         spark_failures(
             lambda text: EtlError(
                 f"{place}: {text} Nothing was committed; correct the rule or the data (try_cast gives NULL where cast fails)."
             )
         ),
     ):
-        rules = fingerprints(own)
+        rules = fingerprints(pool_rules)
         pipeline = with_topic_types(pipeline, batch.plan.raw)
         try:
             return _commit(pipeline, batch, rules)
         except FieldMissing as error:
-            known = with_missing_fields(pipeline, batch.plan.pool, batch.plan.raw)
-            if known is None:
+            completion = with_missing_fields(pipeline, batch.plan.pool, batch.plan.raw)
+            if completion is None:
                 raise error
-            filled, tables = known
+            filled, tables = completion
             return _commit(filled, with_raw(pipeline, batch, tables), rules)
 
 
@@ -119,7 +119,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch, rules: Mapping[str, str]) -> Et
 
     ``rules``: the fingerprints of the pool's rules.
     """
-    started = time.monotonic()
+    start_time = time.monotonic()
 
     # 1. Positions before the batch. The end of a new output's topic in Kafka fixes the output's base.
     outputs = output_positions(pipeline, batch.plan.pool, batch.plan.head)
@@ -131,7 +131,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch, rules: Mapping[str, str]) -> Et
     committing = False
     try:
         if plan.recomputed is not None and not staged.results.facts and is_rebuilt(batch.spark, pipeline, plan):
-            return EtlCommit(plan.pool, plan.head.batch, {}, {}, {}, time.monotonic() - started)
+            return EtlCommit(plan.pool, plan.head.batch, {}, {}, {}, time.monotonic() - start_time)
         crash_point("etl:outputs-written")
 
         # 3. Write the account: the class of every new record, and of every older record that the batch looks at again.
@@ -149,7 +149,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch, rules: Mapping[str, str]) -> Et
             staged.failures.waited(plan, staged.transform.rules),
             staged.joins,
             staged.results.nullable,
-            begun(staged.transform)
+            start_times(staged.transform)
             | {name: time_of(labels.since) for name in map(labels.rule, labels.waits) if name is not None},
             staged.partitionings,
             several_topics(staged.transform.rules),
@@ -157,21 +157,21 @@ def _commit(pipeline: Pipeline, batch: EtlBatch, rules: Mapping[str, str]) -> Et
         head = replace(next_head(plan, outputs, outcome), rules=rules)
 
         # 5. Write the ledger files again from which records leave their class. Compact many ledger files into one.
-        added, removed = _tidied_ledger(staged)
-        if added:
+        added_files, removed_files = _tidied_ledger(staged)
+        if added_files:
             crash_point("etl:ledger-compacted")
         if plan.recomputed is not None:
-            head, added, removed = rebuild_account(pipeline, plan, head, staged.folder)
+            head, added_files, removed_files = rebuild_account(pipeline, plan, head, staged.folder)
 
         # 6. Commit outputs, account and positions: one Delta commit on the table as the plan saw it. A table that another
         #    process changed is a conflict.
         committing = True
-        files = [*staged.results.files, *ledger, *added]
+        files = [*staged.results.files, *ledger, *added_files]
         columns = table_schema(state, outcome.types)
         if (views := staged.views) is not None:
             head, columns = views.head(head), views.schema(columns)
-            files, removed = [*files, *views.files], [*removed, *views.removed]
-        staging.commit_batch(pipeline.lake, plan.pool, state, head, columns, files, removed)
+            files, removed_files = [*files, *views.files], [*removed_files, *views.removed]
+        staging.commit_batch(pipeline.lake, plan.pool, state, head, columns, files, removed_files)
     finally:
         staged.release()
         if not committing:
@@ -187,7 +187,7 @@ def _commit(pipeline: Pipeline, batch: EtlBatch, rules: Mapping[str, str]) -> Et
         part = OffsetRange(partition, outputs[topic, partition].next, end)
         if not part.empty:
             new_outputs[topic] = (*new_outputs.get(topic, ()), part)
-    return EtlCommit(plan.pool, head.batch, new_outputs, plan.ranges, new_counts(facts), time.monotonic() - started)
+    return EtlCommit(plan.pool, head.batch, new_outputs, plan.ranges, new_counts(facts), time.monotonic() - start_time)
 
 
 @dataclass(frozen=True)
@@ -232,19 +232,19 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
     """
     place = f"pool {batch.plan.pool}, batch {batch.plan.head.batch + 1}"
     transform = transform_of(pipeline, batch)
-    due = due_records(transform)
-    batch = with_parts(batch, due.parts, due.oldest)
-    transform = transform_of(pipeline, batch) if due.parts else replace(transform, batch=batch)
+    due_parts = due_records(transform)
+    batch = with_parts(batch, due_parts.parts, due_parts.oldest)
+    transform = transform_of(pipeline, batch) if due_parts.parts else replace(transform, batch=batch)
     pending = PendingRecords(batch)
-    known = Failures({one.place: one for one in overdue_failures(transform)})
+    failures = Failures({failure.place: failure for failure in overdue_failures(transform)})
     try:
-        if known.found:
-            _admit(pipeline, batch.plan, known, place)
-        rounds, failing = 0, dict[Place, Failure]()
+        if failures.found:
+            _admit(pipeline, batch.plan, failures, place)
+        rounds, all_failures = 0, dict[Place, Failure]()
         while rounds < ROUNDS:
             rounds += 1
             try:
-                return _attempt(transform, pending, known, outputs)
+                return _attempt(transform, pending, failures, outputs)
             except JoinsChanged as changed:
                 batch = looking_again(pipeline, batch, changed.rules)
                 transform, pending = transform_of(pipeline, batch), PendingRecords(batch)
@@ -253,15 +253,15 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
                 pending.hold = error.hold
                 continue
             except (EncodingFailures, RowFailures) as error:
-                found = error.failures
-            refuse_failures(batch.plan, found)
-            rounds = 0 if found.keys() - failing.keys() else rounds
-            failing |= found
-            refuse_many(batch.plan, failing)
-            known = Failures({**known.found, **found})
+                new_failures = error.failures
+            refuse_failures(batch.plan, new_failures)
+            rounds = 0 if new_failures.keys() - all_failures.keys() else rounds
+            all_failures |= new_failures
+            refuse_many(batch.plan, all_failures)
+            failures = Failures({**failures.found, **new_failures})
             # A record that waits behind a failing record goes its way.
             pending.hold = NO_HOLD
-            _admit(pipeline, batch.plan, known, place)
+            _admit(pipeline, batch.plan, failures, place)
         raise EtlError(
             f"{place}: {ROUNDS} attempts did not end, and found no further record that fails. Nothing was committed. This is a"
             " defect of zync_assets: please report it with the pipeline file."
@@ -271,8 +271,8 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
         raise
 
 
-def _attempt(transform: Transform, pending: PendingRecords, known: Failures, outputs: Positions) -> Staged:
-    """Run the result rows and check what came of them. ``known``: the records with a known failure.
+def _attempt(transform: Transform, pending: PendingRecords, failures: Failures, outputs: Positions) -> Staged:
+    """Run the result rows and check what came of them. ``failures``: the records with a known failure.
 
     Raises JoinsChanged, EncodingFailures for outputs that can't be encoded, and Spark's error for a record that a rule fails on.
     """
@@ -285,11 +285,11 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
     results: Results | None = None
     views: ViewBatch | None = None
     numbering = Numbering(transform, uri, folder, outputs)
-    done = False
+    is_staged = False
     try:
-        views = view_batch(transform.stage(known), uri, folder, numbering.columns)
+        views = view_batch(transform.stage(failures), uri, folder, numbering.columns)
         if plan.recomputed is None:
-            rows = result_rows(transform, pending, known, numbering.columns, views)
+            rows = result_rows(transform, pending, failures, numbering.columns, views)
         else:
             rows = rebuild_rows(transform)
         results = numbering.results(rows, pending.hold)
@@ -297,39 +297,41 @@ def _attempt(transform: Transform, pending: PendingRecords, known: Failures, out
         if any(fact.kind in (MISSING, SEVERAL) for fact in results.facts):
             raise RowFailures(without_rows(transform, rows.frame))
         check_classes(transform, results)
-        check_rows(transform, results.times, results.held_records, pending.hold, known, settled=results.settled)
+        check_rows(transform, results.times, results.held_records, pending.hold, failures, settled=results.settled)
         ends = output_ends(plan, results, outputs)
-        staged = Staged(transform, uri, folder, known, pending, rows.joins, results, ends, numbering.kept, views)
-        done = True
+        staged = Staged(transform, uri, folder, failures, pending, rows.joins, results, ends, numbering.kept, views)
+        is_staged = True
         return staged
     except EncodingFailures as error:
-        raise EncodingFailures(with_groups(transform, pending, known, views, error.failures)) from None
+        raise EncodingFailures(with_groups(transform, pending, failures, views, error.failures)) from None
     except AnalysisException:
         raise
     except (PySparkException, Py4JError) as error:
         # Before the state of tables is removed, which the rules read.
-        found = find_failures(transform, pending, known, views, numbering.partitions)
-        if not found:
+        row_failures = find_failures(transform, pending, failures, views, numbering.partitions)
+        if not row_failures:
             raise error
-        raise RowFailures(found) from error
+        raise RowFailures(row_failures) from error
     finally:
-        if not done:
+        if not is_staged:
             if results is not None:
                 results.release()
             storage.remove_files(storage.join(uri, folder))
 
 
-def _admit(pipeline: Pipeline, plan: EtlPlan, known: Failures, place: str) -> None:
+def _admit(pipeline: Pipeline, plan: EtlPlan, failures: Failures, place: str) -> None:
     """BadRecords where an input does not let its failing records pass."""
     for item in pipeline.inputs:
-        mine = [failure for at, failure in sorted(known.found.items()) if at[0] == item.topic]
+        topic_failures = [failure for at, failure in sorted(failures.found.items()) if at[0] == item.topic]
         # Records that this batch takes out of quarantine are among the quarantined records already.
-        there = sum(
+        reopened_count = sum(
             part.records for part in plan.reopening.parts if (part.topic, part.kind) == (item.topic, "quarantined")
         )
-        if mine:
-            first = QuarantinedRecord(plan.pool, *mine[0].place, "etl", mine[0].rule, mine[0].reason, None, True)
-            admit(pipeline, item, plan.raw[item.topic], len(mine) - there, first, place)
+        if topic_failures:
+            first = QuarantinedRecord(
+                plan.pool, *topic_failures[0].place, "etl", topic_failures[0].rule, topic_failures[0].reason, None, True
+            )
+            admit(pipeline, item, plan.raw[item.topic], len(topic_failures) - reopened_count, first, place)
 
 
 def _ledger_files(staged: Staged, undecoded: DataFrame | None) -> list[DataFile]:
@@ -337,17 +339,17 @@ def _ledger_files(staged: Staged, undecoded: DataFrame | None) -> list[DataFile]
     spark, plan, results = staged.transform.spark, staged.plan, staged.results
     folder = f"{staged.folder}/{staging.ACCOUNT_FOLDER}"
     path = f"{folder}/part-0.parquet"
-    covered = {topic: plan.reads(topic) for topic in plan.ranges}
-    failed = account.failed_entries(map(astuple, staged.failures.of(plan, old=False)))
+    ranges = {topic: plan.reads(topic) for topic in plan.ranges}
+    failed_entries = account.failed_entries(map(astuple, staged.failures.of(plan, old=False)))
     count = sum(row.entries for row in results.facts if row.kind not in ("out", APPLIED) or row.old)
     if undecoded is None and count <= account.FEW:
-        entries = [results.few_entries(), failed] if count else [failed]
-        rows = account.ledger_table(covered, pa.concat_tables(entries))
+        entries = [results.few_entries(), failed_entries] if count else [failed_entries]
+        rows = account.ledger_table(ranges, pa.concat_tables(entries))
         return [staging.write_entries(staged.uri, path, rows)]
     parts = [results.entries(), *([] if undecoded is None else [undecoded])]
-    if failed.num_rows:
-        parts.append(arrow_frame(spark, failed))
-    frame = account.ledger_frame(spark, covered, union(parts))
+    if failed_entries.num_rows:
+        parts.append(arrow_frame(spark, failed_entries))
+    frame = account.ledger_frame(spark, ranges, union(parts))
     _write(frame.selectExpr("struct(*) AS account"), storage.join(staged.uri, folder))
     paths = storage.list_files(storage.join(staged.uri, folder), ".parquet")
     files = [staging.ledger_file(staged.uri, f"{folder}/{name}") for name in paths]
@@ -367,13 +369,13 @@ def _settled_files(staged: Staged) -> list[DataFile]:
 def _tidied_ledger(staged: Staged) -> tuple[list[DataFile], list[DataFile]]:
     """Ledger files to add and to remove, in addition to the batch's own files."""
     plan = staged.plan
-    leaving = [*plan.reopening.parts, *staged.failures.waited(plan, staged.transform.rules)]
+    leaving_ranges = [*plan.reopening.parts, *staged.failures.waited(plan, staged.transform.rules)]
     if plan.state is None or plan.recomputed is not None:
         return [], []
-    added, removed = carve(plan.state, leaving) if leaving else ([], [])
+    added_files, removed_files = carve(plan.state, leaving_ranges) if leaving_ranges else ([], [])
     # Every batch may bring rows for pending records. The ledger gets short all the same.
-    compacted, small = compact_ledger(plan.state, removed)
-    return [*added, *compacted], [*removed, *small]
+    compacted, small = compact_ledger(plan.state, removed_files)
+    return [*added_files, *compacted], [*removed_files, *small]
 
 
 _WRITING = {

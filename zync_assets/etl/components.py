@@ -55,25 +55,25 @@ def components(rules: Sequence[Rule], inputs: Iterable[str]) -> list[Component]:
         for place in places:
             neighbours.setdefault(place, set()).add(("out", rule.out))
             neighbours.setdefault(("out", rule.out), set()).add(place)
-    found: list[Component] = []
-    known: set[Place] = set()
+    result: list[Component] = []
+    known_places: set[Place] = set()
     topics = dict.fromkeys([*inputs, *(topic for rule in rules for topic in rule.topics)])
     starts: list[Place] = [*(("in", topic) for topic in topics), *([_VIEWS] if _VIEWS in neighbours else [])]
     for start in starts:
-        if start in known:
+        if start in known_places:
             continue
-        reached, waiting = {start}, [start]
-        while waiting:
-            further = neighbours.get(waiting.pop(), set()) - reached
-            reached |= further
-            waiting += further
-        known |= reached
-        each = Component(_topics(reached, "in"), _topics(reached, "out"), _VIEWS in reached)
-        if found and found[-1].topics + each.topics <= MOST_TOPICS:
-            found[-1] |= each
+        reached_places, queue = {start}, [start]
+        while queue:
+            further = neighbours.get(queue.pop(), set()) - reached_places
+            reached_places |= further
+            queue += further
+        known_places |= reached_places
+        component = Component(_topics(reached_places, "in"), _topics(reached_places, "out"), _VIEWS in reached_places)
+        if result and result[-1].topics + component.topics <= MOST_TOPICS:
+            result[-1] |= component
         else:
-            found.append(each)
-    return found
+            result.append(component)
+    return result
 
 
 def _topics(places: Iterable[Place], side: str) -> frozenset[str]:

@@ -43,18 +43,18 @@ class Due:
 def due_records(transform: Transform) -> Due:
     """The pending records that a batch looks at again."""
     oldest = dict(transform.plan.waits.oldest)
-    parts = [*dict.fromkeys(_arrivals(transform)), *_overdue(transform, oldest)]
+    parts = [*dict.fromkeys(_arrivals(transform)), *_expiries(transform, oldest)]
     return Due(tuple(parts), oldest)
 
 
-def begun(transform: Transform) -> dict[str, int]:
+def start_times(transform: Transform) -> dict[str, int]:
     """Rule → a time that no record of the batch is before, for rules whose records expire."""
-    found: dict[str, int] = {}
+    times_by_rule: dict[str, int] = {}
     for rule in transform.rules:
         times = [item.min_time or 0 for topic in rule.topics for item in transform.files.get(topic, ())]
         if rule.expiry is not None and times:
-            found[rule.name] = min(times)
-    return found
+            times_by_rule[rule.name] = min(times)
+    return times_by_rule
 
 
 def _arrivals(transform: Transform) -> Iterator[ClassRange]:
@@ -64,10 +64,10 @@ def _arrivals(transform: Transform) -> Iterator[ClassRange]:
         for item in rule.lookups if _has_waiting(transform, rule) else ():
             topic = item.table.topic
             # A user may have asked to match all of them again.
-            again = (rule.name, rule.sides[0].topic) in plan.reopening.sides
-            if item.missing == "wait" and topic in transform.rows and plan.reads(topic) and not again:
+            is_reopened = (rule.name, rule.sides[0].topic) in plan.reopening.sides
+            if item.missing == "wait" and topic in transform.rows and plan.reads(topic) and not is_reopened:
                 assert plan.state is not None
-                yield from _arrived(transform, plan.state, rule, item)
+                yield from _arrivals_of_rule(transform, plan.state, rule, item)
 
 
 def _has_waiting(transform: Transform, rule: Rule) -> bool:
@@ -75,7 +75,7 @@ def _has_waiting(transform: Transform, rule: Rule) -> bool:
     return plan.state is not None and any(plan.head.waiting.get((rule.name, topic)) for topic in rule.topics)
 
 
-def _arrived(transform: Transform, state: StagingState, rule: Rule, item: Lookup) -> Iterator[ClassRange]:
+def _arrivals_of_rule(transform: Transform, state: StagingState, rule: Rule, item: Lookup) -> Iterator[ClassRange]:
     rows = row_frames(rule, transform.rows, state)
     sides = {side.name: transform.frames[side.topic] for side in rule.sides if side.topic in transform.frames}
     if not rows or len(sides) < len(rule.sides) or not all(map(has_schema, sides.values())):
@@ -84,52 +84,54 @@ def _arrived(transform: Transform, state: StagingState, rule: Rule, item: Lookup
     types = lookups.key_types(rule, {**sides, **rows})[rule.lookups.index(item)]
     topic, table = next(side.topic for side in rule.sides if side.name == item.side), item.table.topic
     kind = table_type(table_of(item.table), transform.rows[table], state)
-    made = record_rows(kind, transform.stage(NONE).records(table), transform.ordering)
-    made = made.where("row IS NOT NULL").selectExpr(row_sql(rule, item, kind.state_row))
-    hashed = lookups.waiting_hash(item, lookups.row_keys(item, types), types)
-    hashes = made.selectExpr(f"{hashed} AS hash").where("hash IS NOT NULL").distinct()
+    table_rows = record_rows(kind, transform.stage(NONE).records(table), transform.ordering)
+    table_rows = table_rows.where("row IS NOT NULL").selectExpr(row_sql(rule, item, kind.state_row))
+    hash_column = lookups.waiting_hash(item, lookups.row_keys(item, types), types)
+    hashes = table_rows.selectExpr(f"{hash_column} AS hash").where("hash IS NOT NULL").distinct()
     names = f"{text_sql(rule.name)} AS rule", f"{text_sql(topic)} AS topic"
-    wanted = hashes.selectExpr(*names, "hash").toArrow().cast(ledger.WANTED)
-    places = ledger.look_up(state, wanted)
-    yield from _ranges(rule, ledger.search(state, wanted) if places is None else places)
+    wanted_keys = hashes.selectExpr(*names, "hash").toArrow().cast(ledger.WANTED)
+    places = ledger.look_up(state, wanted_keys)
+    yield from _ranges(rule, ledger.search(state, wanted_keys) if places is None else places)
 
 
-def _overdue(transform: Transform, oldest: dict[str, int]) -> Iterator[ClassRange]:
+def _expiries(transform: Transform, oldest: dict[str, int]) -> Iterator[ClassRange]:
     """The records that may expire. Sets ``oldest`` of their rules."""
     for rule in transform.rules:
         plan, state = transform.plan, transform.plan.state
         # A user may have asked to match all of them again.
-        again = all(
+        is_reopened = all(
             (rule.name, topic) in plan.reopening.sides
             for topic in rule.topics
             if plan.head.waiting.get((rule.name, topic))
         )
-        if rule.expiry is None or state is None or again:
+        if rule.expiry is None or state is None or is_reopened:
             continue
         clock = max((item.max_time or 0 for topic in rule.topics for item in transform.files.get(topic, ())), default=0)
         if rule.name in oldest and oldest[rule.name] + rule.expiry.after_ms >= clock:
             continue
-        late, rest = ledger.waiting_since(state, rule.name, clock - rule.expiry.after_ms)
-        oldest[rule.name] = clock if rest is None else rest
-        yield from _ranges(rule, late if rule.group is None else _groups(state, rule, late))
+        late_entries, next_oldest = ledger.waiting_since(state, rule.name, clock - rule.expiry.after_ms)
+        oldest[rule.name] = clock if next_oldest is None else next_oldest
+        yield from _ranges(rule, late_entries if rule.group is None else _groups(state, rule, late_entries))
 
 
-def _groups(state: StagingState, rule: Rule, late: pa.Table) -> pa.Table:
+def _groups(state: StagingState, rule: Rule, late_entries: pa.Table) -> pa.Table:
     """The pending records of the groups of some records: a group expires as a whole, with its first record."""
-    hashes = pc.unique(late["hash"].drop_null())
-    each = [
+    hashes = pc.unique(late_entries["hash"].drop_null())
+    hash_tables = [
         pa.table([pa.repeat(rule.name, len(hashes)), pa.repeat(topic, len(hashes)), hashes], schema=ledger.WANTED)
         for topic in rule.topics
     ]
-    members = ledger.search(state, pa.concat_tables(each))
-    alone = late.filter(pc.is_null(late["hash"])).select(members.column_names)
+    members = ledger.search(state, pa.concat_tables(hash_tables))
+    alone = late_entries.filter(pc.is_null(late_entries["hash"])).select(members.column_names)
     return pa.concat_tables([members, alone])
 
 
 def _ranges(rule: Rule, entries: pa.Table) -> Iterator[ClassRange]:
     """Pending records of a rule. ``entries``: with topic, partition and first."""
     for place in entries.group_by(["topic", "partition"]).aggregate([]).to_pylist():
-        own = pc.and_(pc.equal(entries["topic"], place["topic"]), pc.equal(entries["partition"], place["partition"]))
-        offsets = entries.filter(own)["first"].to_numpy()
+        is_place = pc.and_(
+            pc.equal(entries["topic"], place["topic"]), pc.equal(entries["partition"], place["partition"])
+        )
+        offsets = entries.filter(is_place)["first"].to_numpy()
         for part in raw.runs(place["partition"], np.sort(offsets)):
             yield ClassRange(place["topic"], "pending", rule.name, part)

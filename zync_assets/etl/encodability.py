@@ -57,18 +57,18 @@ def left_out(column: str, kind: DataType, side: str, placeholder: str | None) ->
 
     if placeholder is None or not isinstance(kind, StructType):
         return None
-    found = list(_fields(column, kind, (side,), placeholder))
-    if not found:
+    fields = list(_fields(column, kind, (side,), placeholder))
+    if not fields:
         return None
     # Short, since every batch plans it: IF takes null for false, and one IN looks at all strings.
-    texts = [inner for _, inner, _, is_text in found if is_text]
-    some = " OR ".join(
+    texts = [inner for _, inner, _, is_text in fields if is_text]
+    is_unavailable = " OR ".join(
         [f"{form} IN ({', '.join(texts)})" for form in map(text_sql, placeholder_texts(placeholder)) if texts]
-        + [condition for _, _, condition, is_text in found if not is_text]
+        + [condition for _, _, condition, is_text in fields if not is_text]
     )
-    paths = ", ".join(f"IF({condition}, {text_sql(path_sql(path))}, NULL)" for path, _, condition, _ in found)
-    value = f"IF({some}, {_cleared(column, kind, placeholder)}, {column})"
-    return value, f"IF({some}, array_compact(array({paths})), NULL)"
+    paths = ", ".join(f"IF({condition}, {text_sql(path_sql(path))}, NULL)" for path, _, condition, _ in fields)
+    value = f"IF({is_unavailable}, {_cleared(column, kind, placeholder)}, {column})"
+    return value, f"IF({is_unavailable}, array_compact(array({paths})), NULL)"
 
 
 def _fields(
@@ -143,14 +143,14 @@ def odd_sql(
         inner = inside(f"x{depth}", kind, depth + 1)
         return None if inner is None else f"exists({sql}, x{depth} -> {inner})"
 
-    found: list[str | None] = []
+    conditions: list[str | None] = []
     if isinstance(kind, StructType):
-        found = [inside(f"{sql}.{name_sql(item.name)}", item.dataType, depth) for item in kind]
+        conditions = [inside(f"{sql}.{name_sql(item.name)}", item.dataType, depth) for item in kind]
     elif isinstance(kind, ArrayType):
-        found = [exists(sql, kind.elementType)]
+        conditions = [exists(sql, kind.elementType)]
     elif isinstance(kind, MapType):
-        found = [exists(f"map_keys({sql})", kind.keyType), exists(f"map_values({sql})", kind.valueType)]
-    parts = [part for part in found if part is not None]
+        conditions = [exists(f"map_keys({sql})", kind.keyType), exists(f"map_values({sql})", kind.valueType)]
+    parts = [part for part in conditions if part is not None]
     return f"({' OR '.join(parts)})" if parts else None
 
 
@@ -241,15 +241,15 @@ def row_checks(
     if not sides:
         return None
     odd = [
-        found
+        condition
         for name, type in sides
-        if (found := odd_sql(name_sql(name), type, side_format(item, name), texts=texts)) is not None
+        if (condition := odd_sql(name_sql(name), type, side_format(item, name), texts=texts)) is not None
     ]
     schemas = max((_schema_bytes(kind.topic, text) for text in kind.texts.values()), default=0)
-    others = [f"least(size({{0}}source), {MOST_SOURCES + 1}) * {most_source_bytes(labels.topics)}"]
-    others = [*(others if item.provenance else ()), str(schemas + _AROUND)]
-    found = " OR ".join(f"coalesce({part}, false)" for part in odd) or "false"
-    return RowChecks(found, min(LARGE, limits.get(kind.topic, LARGE)), sides, others)
+    sizes = [f"least(size({{0}}source), {MOST_SOURCES + 1}) * {most_source_bytes(labels.topics)}"]
+    sizes = [*(sizes if item.provenance else ()), str(schemas + _AROUND)]
+    condition = " OR ".join(f"coalesce({part}, false)" for part in odd) or "false"
+    return RowChecks(condition, min(LARGE, limits.get(kind.topic, LARGE)), sides, sizes)
 
 
 def side_format(item: Output, column: str) -> str:
@@ -268,8 +268,8 @@ def suspect_sql(
     """A condition for result rows (see ``etl.rules.kind``) with the columns ``present``: an output that may be impossible to
     encode; null or false: it is not. ``limits``: see ``size_limits``."""
     checks = {topic: row_checks(pipeline, labels, kind, present, limits) for topic, kind in types.items()}
-    known = ((labels.of_topic(topic), each.suspect) for topic, each in checks.items() if each is not None)
-    cases = [f"WHEN rule IN ({rules}) THEN {suspect}" for rules, suspect in known]
+    suspects = ((labels.of_topic(topic), check.suspect) for topic, check in checks.items() if check is not None)
+    cases = [f"WHEN rule IN ({rules}) THEN {suspect}" for rules, suspect in suspects]
     return f"kind = 'out' AND CASE {' '.join(cases)} ELSE false END" if cases else "false"
 
 
@@ -283,13 +283,13 @@ def _schema_bytes(topic: str, text: str) -> int:
 
 def text_problems(rows: pa.RecordBatch, columns: Collection[str]) -> dict[int, str]:
     """Why rows can't be outputs, by index: a column holds text that is not UTF-8."""
-    found: dict[int, str] = {}
+    problems: dict[int, str] = {}
     for name in columns:
         side = name.partition(":")[0]
         plural = side == staging.HEADERS_COLUMN
         for index, error in text_errors(rows.column(name)).items():
-            found.setdefault(index, f"its {side} {'hold' if plural else 'holds'} {error}")
-    return found
+            problems.setdefault(index, f"its {side} {'hold' if plural else 'holds'} {error}")
+    return problems
 
 
 def encoding_errors(topic: str, texts: Mapping[str, str], limit: int | None, rows: pa.RecordBatch) -> dict[int, str]:
@@ -302,11 +302,11 @@ def encoding_errors(topic: str, texts: Mapping[str, str], limit: int | None, row
         name, paths = parse_group(group)
         return without_fields(row_schema(topic, texts[name]), paths)
 
-    made = payloads(topic, rows, schema_of)
-    errors = dict(made.errors)
+    encoded_rows = payloads(topic, rows, schema_of)
+    errors = dict(encoded_rows.errors)
     if limit is not None:
-        sent = pa.RecordBatch.from_arrays(made.columns, names=["key", "value", "headers"])
-        for index, size in oversize_records(sent, limit):
+        record_batch = pa.RecordBatch.from_arrays(encoded_rows.columns, names=["key", "value", "headers"])
+        for index, size in oversize_records(record_batch, limit):
             errors.setdefault(index, f"it takes {size} bytes, and {topic} takes {limit} at most (max.message.bytes)")
     return errors
 
@@ -323,8 +323,8 @@ def size_limits(pipeline: Pipeline, topics: Collection[str]) -> dict[str, int]:
     absent = {topic for topic, limit in limits.items() if limit is None}
     if hidden:
         absent |= set(hidden) - topic_states(pipeline.kafka, hidden).keys()
-    known = {topic: limit for topic, limit in limits.items() if limit is not None}
+    limit_by_topic = {topic: limit for topic, limit in limits.items() if limit is not None}
     for topic, create in creates.items():
-        if topic in absent or (topic not in known and _MAX_BYTES in create.config):
-            known[topic] = new_topic_config(pipeline.kafka, create.config)[1]
-    return known
+        if topic in absent or (topic not in limit_by_topic and _MAX_BYTES in create.config):
+            limit_by_topic[topic] = new_topic_config(pipeline.kafka, create.config)[1]
+    return limit_by_topic

@@ -72,74 +72,74 @@ def merge_ends(parts: Sequence[EndRecords], above: Order | None, below: Order) -
 
     A record that Debezium sent again after a restart is left out.
     """
-    every = _joined(parts)
-    ranked = np.lexsort((every.lows, every.highs))
-    highs, lows = every.highs[ranked], every.lows[ranked]
+    all_ends = _concatenation(parts)
+    ranked = np.lexsort((all_ends.lows, all_ends.highs))
+    highs, lows = all_ends.highs[ranked], all_ends.lows[ranked]
     first, end = (0 if above is None else count_below(highs, lows, after(above))), len(ranked)
     end = count_below(highs, lows, after(below)) if below < END else end
-    again = np.zeros(len(ranked), np.bool_)
-    again[1:] = (np.diff(highs) == 0) & (np.diff(lows) == 0)
-    return _chosen(every, ranked[first:end][~again[first:end]])
+    is_repeated = np.zeros(len(ranked), np.bool_)
+    is_repeated[1:] = (np.diff(highs) == 0) & (np.diff(lows) == 0)
+    return _subset(all_ends, ranked[first:end][~is_repeated[first:end]])
 
 
 def placed_ends(
-    parts: Sequence[EndRecords], first: int, events: Iterable[Events], above: Order | None, taken: Collection[str]
+    parts: Sequence[EndRecords], first: int, events: Iterable[Events], above: Order | None, taken_names: Collection[str]
 ) -> EndRecords:
     """The END records of several files from an offset on, with the ends that the changes show.
 
     ``events``: the changes at or above ``above``, the highest end that ETL has reached. A transaction without an END record is
-    later than all that have one. ``taken``: transactions that ETL has taken. Debezium may send parts of them again.
+    later than all that have one. ``taken_names``: transactions that ETL has taken. Debezium may send parts of them again.
     """
-    every = _joined(parts)
-    rows = np.flatnonzero(every.offsets >= first)
-    rows = rows[np.argsort(every.offsets[rows], kind="stable")]
-    rows = rows[~is_taken(every.names.take(pa.array(rows)), taken)]
+    all_ends = _concatenation(parts)
+    rows = np.flatnonzero(all_ends.offsets >= first)
+    rows = rows[np.argsort(all_ends.offsets[rows], kind="stable")]
+    rows = rows[~is_taken(all_ends.names.take(pa.array(rows)), taken_names)]
     # An END record that Debezium sent again has the id of an earlier one.
-    codes = every.names.take(pa.array(rows)).dictionary_encode().indices.to_numpy(zero_copy_only=False)
-    found = _chosen(every, rows[np.sort(np.unique(codes, return_index=True)[1])])
-    runs = [_runs(item, above or LOWEST, found.names, taken) for item in events]
+    codes = all_ends.names.take(pa.array(rows)).dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    unique_ends = _subset(all_ends, rows[np.sort(np.unique(codes, return_index=True)[1])])
+    runs = [_runs(item, above or LOWEST, unique_ends.names, taken_names) for item in events]
     ranks, highs, lows = (_concat(run[part] for run in runs) for part in range(3))
-    ordered = np.lexsort((lows, highs))
-    place = np.empty(len(ordered), np.int64)
-    place[ordered] = np.arange(len(ordered))
-    count = len(found.names)
-    last, first_one = np.full(count + 1, -1, np.int64), np.full(count + 1, len(ordered), np.int64)
+    sequence = np.lexsort((lows, highs))
+    place = np.empty(len(sequence), np.int64)
+    place[sequence] = np.arange(len(sequence))
+    count = len(unique_ends.names)
+    last, first_one = np.full(count + 1, -1, np.int64), np.full(count + 1, len(sequence), np.int64)
     np.maximum.at(last, ranks, place)
     # A lost END record must not make its transaction a later one.
     is_known = (ranks < count) | (place > last[:count].max(initial=-1))
     np.minimum.at(first_one, ranks[is_known], place[is_known])
     base = above or LOWEST
-    highs, lows = np.append(highs[ordered], base[0]), np.append(lows[ordered] + 1, base[1])
+    highs, lows = np.append(highs[sequence], base[0]), np.append(lows[sequence] + 1, base[1])
     # The place -1 is the base: no change of these transactions is known.
     ends = np.maximum.accumulate(last[:count])
     later = np.minimum.accumulate(first_one[::-1])[::-1][1:]
-    bounds = np.where(later < len(ordered), later, len(ordered) - 1)
-    return found._replace(
+    bounds = np.where(later < len(sequence), later, len(sequence) - 1)
+    return unique_ends._replace(
         highs=highs[ends],
         lows=lows[ends],
-        later=(highs[bounds], lows[bounds] - (later < len(ordered))),
+        later=(highs[bounds], lows[bounds] - (later < len(sequence))),
     )
 
 
-def is_taken(names: pa.Array, taken: Collection[str]) -> npt.NDArray[np.bool_]:
+def is_taken(names: pa.Array, taken_names: Collection[str]) -> npt.NDArray[np.bool_]:
     """Which transactions ETL has taken."""
-    return pc.is_in(names, value_set=pa.array(taken, pa.string())).to_numpy(zero_copy_only=False)
+    return pc.is_in(names, value_set=pa.array(taken_names, pa.string())).to_numpy(zero_copy_only=False)
 
 
-def _runs(events: Events, above: Order, names: pa.Array, taken: Collection[str]) -> tuple[Longs, Longs, Longs]:
+def _runs(events: Events, above: Order, names: pa.Array, taken_names: Collection[str]) -> tuple[Longs, Longs, Longs]:
     """The first and the last change of each transaction at or above an order: the transaction's place in ``names``, and the
     order of the change. The changes of a transaction stand in a row."""
     rows = np.flatnonzero(from_order(events.orders, above) & (events.numbers > 0))
     ids = transaction_names(events.ids.take(pa.array(rows)))
-    kept = ~is_taken(ids, taken)
-    rows, ids = rows[kept], ids.filter(pa.array(kept))
+    is_new = ~is_taken(ids, taken_names)
+    rows, ids = rows[is_new], ids.filter(pa.array(is_new))
     ranks = pc.fill_null(pc.index_in(ids, value_set=names), len(names)).to_numpy().astype(np.int64)
     turns = np.flatnonzero(np.diff(ranks))
     at = np.concatenate([[0], turns, turns + 1, [len(ranks) - 1]]).astype(np.int64) if len(ranks) else turns
     return ranks[at], events.orders.highs[rows[at]], events.orders.lows[rows[at]]
 
 
-def _joined(parts: Sequence[EndRecords]) -> EndRecords:
+def _concatenation(parts: Sequence[EndRecords]) -> EndRecords:
     sizes = np.cumsum([0, *(len(part.highs) for part in parts)]).tolist()
     return EndRecords(
         _concat(part.highs for part in parts),
@@ -153,20 +153,20 @@ def _joined(parts: Sequence[EndRecords]) -> EndRecords:
     )
 
 
-def _chosen(every: EndRecords, rows: Longs) -> EndRecords:
+def _subset(all_ends: EndRecords, rows: Longs) -> EndRecords:
     """Some of the END records, in the sequence of ``rows``."""
-    place = np.full(len(every.highs), -1, np.int64)
+    place = np.full(len(all_ends.highs), -1, np.int64)
     place[rows] = np.arange(len(rows))
-    kept = np.flatnonzero(place[every.owners] >= 0)
+    owner_rows = np.flatnonzero(place[all_ends.owners] >= 0)
     return EndRecords(
-        every.highs[rows],
-        every.lows[rows],
-        every.offsets[rows],
-        every.names.take(pa.array(rows)),
-        every.since[rows],
-        place[every.owners[kept]],
-        every.collections.take(pa.array(kept)),
-        every.counts[kept],
+        all_ends.highs[rows],
+        all_ends.lows[rows],
+        all_ends.offsets[rows],
+        all_ends.names.take(pa.array(rows)),
+        all_ends.since[rows],
+        place[all_ends.owners[owner_rows]],
+        all_ends.collections.take(pa.array(owner_rows)),
+        all_ends.counts[owner_rows],
     )
 
 

@@ -50,14 +50,16 @@ class OverflowSearch:
         self.transform, self.rules, self.rows = transform, transform.rules, rows
         self.topics = [item.topic for item in transform.pipeline.inputs]
 
-    def records(self, topic: str, ranges: Sequence[OffsetRange], known: str) -> Iterator[Found]:
-        """Records that overflow in a ``where`` or a ``join-on``, MOST and one of a range at the most. ``known``: as for
+    def records(self, topic: str, ranges: Sequence[OffsetRange], known_condition: str) -> Iterator[Found]:
+        """Records that overflow in a ``where`` or a ``join-on``, MOST and one of a range at the most. ``known_condition``: as for
         ``failures.failing_records``."""
         item = self.transform.pipeline.input(topic)
 
         def overflows(part: OffsetRange) -> bool:
             frame = self.transform.frames[topic].where(_inside(part, "kafka"))
-            return _overflows(failures.failing_records(item, frame, self.rules, self.transform.frames, known), "failed")
+            return _overflows(
+                failures.failing_records(item, frame, self.rules, self.transform.frames, known_condition), "failed"
+            )
 
         for place in self._places(topic, ranges, overflows):
             rule = self._rule_of_record(place)
@@ -74,11 +76,11 @@ class OverflowSearch:
             span, place = OffsetRange(row["partition"], row["first"], row["last"] + 1), row["place"]
 
             def overflows(part: OffsetRange, place: int = place) -> bool:
-                mine = f"completing.place = {place} AND {_inside(part, 'completing')}"
-                return _overflows(rows.where(mine), "failed", "blamed")
+                is_in_span = f"completing.place = {place} AND {_inside(part, 'completing')}"
+                return _overflows(rows.where(is_in_span), "failed", "blamed")
 
-            for found in self._places(self.topics[place], [span], overflows):
-                yield from self._blamed(found)
+            for record in self._places(self.topics[place], [span], overflows):
+                yield from self._blamed(record)
 
     def _places(
         self, topic: str, ranges: Sequence[OffsetRange], overflows: Callable[[OffsetRange], bool]
@@ -89,20 +91,20 @@ class OverflowSearch:
                     f"topic {topic}: an expression of its rules is too deep for Java's stack, without any record. Make it"
                     " shorter, or divide it among rules."
                 )
-            for found in islice(overflow_records(part, overflows), MOST + 1):
-                yield topic, found.partition, found.first
+            for overflow in islice(overflow_records(part, overflows), MOST + 1):
+                yield topic, overflow.partition, overflow.first
 
     def _rule_of_record(self, place: Place) -> tuple[Rule, str] | None:
         """The rule whose ``where`` or ``join-on`` overflows on a record, and which of both it is."""
         topic, partition, offset = place
         frame = self.transform.frames[topic].where(_inside(OffsetRange(partition, offset, offset + 1), "kafka"))
-        asked = assignment.conditions(self.transform.pipeline.input(topic), frame, self.rules)
+        conditions = assignment.conditions(self.transform.pipeline.input(topic), frame, self.rules)
         frame = frame.selectExpr("*", *failures.names_sql(self.rules, topic))
-        for end, (index, _) in enumerate(asked):
-            chosen = f"CASE {' '.join(f'WHEN {sql} THEN {at}' for at, sql in asked[: end + 1])} END"
-            if _overflows(frame.selectExpr(f"{chosen} AS chosen"), "chosen"):
+        for end, (index, _) in enumerate(conditions):
+            choice = f"CASE {' '.join(f'WHEN {sql} THEN {at}' for at, sql in conditions[: end + 1])} END"
+            if _overflows(frame.selectExpr(f"{choice} AS chosen"), "chosen"):
                 return self.rules[index], "where"
-            [row] = frame.selectExpr(f"{chosen} AS chosen").collect()
+            [row] = frame.selectExpr(f"{choice} AS chosen").collect()
             if row["chosen"] is not None:
                 rule = self.rules[index]
                 keys = ", ".join(join_keys(rule, topic))
@@ -114,34 +116,34 @@ class OverflowSearch:
     def _blamed(self, completing: Place) -> Iterator[Found]:
         """The record that overflows of the output that a record completed, the rule and its side."""
         topic, partition, offset = completing
-        mine = f"kind = 'out' AND {COMPLETING}.place = {self.topics.index(topic)} AND " + _inside(
+        is_output = f"kind = 'out' AND {COMPLETING}.place = {self.topics.index(topic)} AND " + _inside(
             OffsetRange(partition, offset, offset + 1), COMPLETING
         )
 
         def overflows(rule: Rule, side: str, sql: Callable[[str], str]) -> bool:
-            def only(other: Rule, target: OutputColumns) -> list[tuple[str, str]]:
-                sides = failures.sides_sql(other, target) if other.name == rule.name else {}
+            def side_columns(other_rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
+                sides = failures.sides_sql(other_rule, target) if other_rule.name == rule.name else {}
                 return [("it", sql(sides[side]) if side in sides else "false")]
 
-            return _overflows(self.rows(only).where(mine), "it")
+            return _overflows(self.rows(side_columns).where(is_output), "it")
 
-        rows = self.rows(lambda rule, target: []).where(mine).select("rule", "source").collect()
+        rows = self.rows(lambda rule, target: []).where(is_output).select("rule", "source").collect()
         for row in rows:
             rule = self.rules[row["rule"]]
             sides = ("shape", "key", "value", "headers")
             side = next((side for side in sides if overflows(rule, side, fails)), None)
             if side is None:
                 continue
-            blamed = completing
+            failing_place = completing
             alone = [
                 at
-                for at, each in enumerate(rule.sides if len(rule.sides) > 1 and rule.group is None else ())
-                if overflows(rule, side, partial(failures.fails_alone, rule, side=each.name))
+                for at, rule_side in enumerate(rule.sides if len(rule.sides) > 1 and rule.group is None else ())
+                if overflows(rule, side, partial(failures.fails_alone, rule, side=rule_side.name))
             ]
             if len(alone) == 1 and len(row["source"]) == len(rule.sides):
                 source = row["source"][alone[0]]
-                blamed = self.topics[source["place"]], source["partition"], source["offset"]
-            yield blamed, rule, side
+                failing_place = self.topics[source["place"]], source["partition"], source["offset"]
+            yield failing_place, rule, side
 
 
 def join_keys(rule: Rule, topic: str) -> list[str]:
@@ -181,11 +183,11 @@ every expression quotes Spark."""
 def find_failures(
     transform: Transform,
     pending: PendingRecords,
-    known: Failures,
+    known_failures: Failures,
     views: ViewBatch | None = None,
     partitions: Mapping[str, Partitions] | None = None,
 ) -> dict[Place, Failure]:
-    """Place → failure of each failing record that is not ``known``; empty if the batch fails for another reason.
+    """Place → failure of each failing record that is not in ``known_failures``; empty if the batch fails for another reason.
 
     ``views``: as for ``result_rows``. ``partitions``: of the output topics, as far as they are known.
 
@@ -193,7 +195,7 @@ def find_failures(
     search itself fails.
     """
     # A search is for records that go to rules. Those of views' tables go to none.
-    return _Search(transform, pending, known, views, partitions or {}).run() if transform.frames else {}
+    return _Search(transform, pending, known_failures, views, partitions or {}).run() if transform.frames else {}
 
 
 class _Search:
@@ -201,11 +203,16 @@ class _Search:
         self,
         transform: Transform,
         pending: PendingRecords,
-        known: Failures,
+        known_failures: Failures,
         views: ViewBatch | None,
         partitions: Mapping[str, Partitions],
     ) -> None:
-        self.transform, self.pending, self.known, self.partitions = transform, pending, known, partitions
+        self.transform, self.pending, self.known_failures, self.partitions = (
+            transform,
+            pending,
+            known_failures,
+            partitions,
+        )
         # Results of views name no records, and the search is for records.
         self.views = None if views is None else replace(views, rows=())
         self.pipeline, self.rules, self.frames = transform.pipeline, transform.rules, transform.frames
@@ -234,32 +241,32 @@ class _Search:
     def _records(self) -> None:
         for topic in self.frames:
             if ranges := self.transform.plan.reads(topic):
-                known = self._failures().condition(topic) or "false"
-                overflowing = self.overflow.records(topic, ranges, known)
-                self._without(overflowing, partial(self._failing_records, topic))
+                condition = self._failures().condition(topic) or "false"
+                overflowing = self.overflow.records(topic, ranges, condition)
+                self._run_without(overflowing, partial(self._failing_records, topic))
         self._check()
 
     def _failing_records(self, topic: str) -> None:
         item, rules = self.pipeline.input(topic), self.rules
-        known = self._failures().condition(topic) or "false"
-        rows = failures.failing_records(item, self.frames[topic], rules, self.frames, known)
+        condition = self._failures().condition(topic) or "false"
+        rows = failures.failing_records(item, self.frames[topic], rules, self.frames, condition)
         for row in rows.limit(failures.MOST_FAILURES + 1).collect():
             self.found[topic, row["partition"], row["offset"]] = (rules[row["rule"]], row["failed"])
 
     def _outputs(self) -> bool:
         """Look for outputs that can't be made; whether there are some."""
-        before = {*self.found}
+        known_places = {*self.found}
         if self.only is None or self.only:
-            self._without(self.overflow.outputs(), self._failing_outputs)
-        if len(self.found) == len(before):
+            self._run_without(self.overflow.outputs(), self._failing_outputs)
+        if len(self.found) == len(known_places):
             # Keys and values are sound.
             self._failing_partitions()
             self.unshared = frozenset()
         self._check()
-        changed = [rule for place, (rule, _) in self.found.items() if place not in before]
-        self.only = frozenset(rule.part_of or rule.name for rule in changed if not kind_of(rule).single)
+        new_rules = [rule for place, (rule, _) in self.found.items() if place not in known_places]
+        self.only = frozenset(rule.part_of or rule.name for rule in new_rules if not kind_of(rule).single)
         self.unshared = None if self.unshared is None else self.unshared | self.only
-        return bool(changed)
+        return bool(new_rules)
 
     def _failing_partitions(self) -> None:
         if self.unshared == frozenset() or not any(item.by for item in self.partitions.values()):
@@ -275,16 +282,16 @@ class _Search:
         rows = self._rows(failures.failing_sides)
         if "failed" not in rows.columns:
             return
-        found = rows.where("failed IS NOT NULL").selectExpr("rule", "failed", "last", "blamed", "source")
-        for row in found.limit(failures.MOST_FAILURES + 1).collect():
+        failing_rows = rows.where("failed IS NOT NULL").selectExpr("rule", "failed", "last", "blamed", "source")
+        for row in failing_rows.limit(failures.MOST_FAILURES + 1).collect():
             names = [side.name for side in self.rules[row["rule"]].sides]
             # The output of a record that expired has that record alone.
             alone = row["blamed"] is None or len(row["source"]) < len(names)
-            of = row["source"][row["last"] if alone else names.index(row["blamed"])]
-            topic = self.pipeline.inputs[of["place"]].topic
-            self.found[topic, of["partition"], of["offset"]] = (self.rules[row["rule"]], row["failed"])
+            source = row["source"][row["last"] if alone else names.index(row["blamed"])]
+            topic = self.pipeline.inputs[source["place"]].topic
+            self.found[topic, source["partition"], source["offset"]] = (self.rules[row["rule"]], row["failed"])
 
-    def _without(self, overflowing: Iterable[Found], look: Callable[[], None]) -> None:
+    def _run_without(self, overflowing: Iterable[Found], look: Callable[[], None]) -> None:
         """``look``, again without the records that overflow the stack if one does. EtlError if they are too many."""
         from py4j.protocol import Py4JError
         from pyspark.errors import PySparkException
@@ -294,9 +301,9 @@ class _Search:
         except (PySparkException, Py4JError) as error:
             if not is_overflow(error):
                 raise
-            found = {place: (rule, side) for place, rule, side in overflowing}
-            self.found |= found
-            self.overflowing |= found.keys()
+            rule_by_place = {place: (rule, side) for place, rule, side in overflowing}
+            self.found |= rule_by_place
+            self.overflowing |= rule_by_place.keys()
             if len(self.overflowing) > MOST:
                 raise EtlError(f"{self._summary()} {TEXT} Nothing was committed. Correct the rule.") from error
             look()
@@ -310,12 +317,12 @@ class _Search:
         rows = self._result_rows(columns, self._failures(place), [rule.part_of or rule.name])
         return rows.where(self._is_of(place))
 
-    def _result_rows(self, columns: Columns, known: Failures, only: Collection[str] | None) -> DataFrame:
-        return result_rows(self.transform, self.pending, known, columns, self.views, only).frame
+    def _result_rows(self, columns: Columns, known_failures: Failures, only: Collection[str] | None) -> DataFrame:
+        return result_rows(self.transform, self.pending, known_failures, columns, self.views, only).frame
 
     def _failures(self, without: Place | None = None) -> Failures:
         places = {place: Failure(*place, rule.name, "") for place, (rule, _) in self.found.items() if place != without}
-        return Failures({**self.known.found, **places})
+        return Failures({**self.known_failures.found, **places})
 
     def _check(self) -> None:
         if len(self.found) > failures.MOST_FAILURES:
@@ -336,8 +343,8 @@ class _Search:
         for place in order:
             rule, side = self.found[place]
             firsts.setdefault((rule.name, side), place)
-        asked = list(dict.fromkeys([*firsts.values(), *order]))[:TEXTS]
-        made: dict[Place, Failure] = {}
+        text_places = list(dict.fromkeys([*firsts.values(), *order]))[:TEXTS]
+        failure_by_place: dict[Place, Failure] = {}
         for place in order:
             rule, side = self.found[place]
             expressions = self._expressions(rule, side, place[0])
@@ -345,11 +352,13 @@ class _Search:
             words = "an expression fails on this record."
             if place in self.overflowing:
                 words = TEXT
-            elif place in asked:
+            elif place in text_places:
                 where, sql = self._expression(place, rule, side)
                 words = self._words(place, rule, side)
-            made[place] = Failure(*place, rule.name, f"{where}: {f'{_cut(sql)}: ' if sql else ''}{words}")
-        return made
+            failure_by_place[place] = Failure(
+                *place, rule.name, f"{where}: {f'{_short_text(sql)}: ' if sql else ''}{words}"
+            )
+        return failure_by_place
 
     def _expression(self, place: Place, rule: Rule, side: str) -> tuple[str, str]:
         """The expression of a side that fails on a record: its place in the rule and its text, if the search finds it."""
@@ -359,22 +368,22 @@ class _Search:
         expressions = self._expressions(rule, side, place[0])
         if len(expressions) == 1:
             return expressions[0]
-        first = failures.first_failing(expressions)
+        first_sql = failures.first_failing(expressions)
         try:
             with search_settings(self.transform.spark):
                 rows = self._rows_with(
-                    lambda of, _: [("at", first if of is rule else "CAST(NULL AS INT)")], place, rule
+                    lambda of, _: [("at", first_sql if of is rule else "CAST(NULL AS INT)")], place, rule
                 )
-                found = rows.where("at IS NOT NULL").select("at").limit(1).collect()
+                failing_rows = rows.where("at IS NOT NULL").select("at").limit(1).collect()
         except (PySparkException, Py4JError):
             return side, ""
-        return expressions[found[0]["at"]] if found else (side, "")
+        return expressions[failing_rows[0]["at"]] if failing_rows else (side, "")
 
     def _is_of(self, place: Place) -> str:
         """Whether a result row is an output of a record, as SQL."""
         number = [item.topic for item in self.pipeline.inputs].index(place[0])
-        mine = f"of.place = {number} AND of.partition = {place[1]} AND of.offset = {place[2]}"
-        return f"kind = 'out' AND exists(source, of -> {mine})"
+        is_source = f"of.place = {number} AND of.partition = {place[1]} AND of.offset = {place[2]}"
+        return f"kind = 'out' AND exists(source, of -> {is_source})"
 
     def _words(self, place: Place, rule: Rule, side: str) -> str:
         """Spark's error text for this record alone."""
@@ -385,16 +394,16 @@ class _Search:
         try:
             if side in ("where", kind_of(rule).join, failures.LOOKUP):
                 frame = self.frames[topic].where(f"kafka.partition = {partition} AND kafka.offset = {offset}")
-                asked = assignment.conditions(self.pipeline.input(topic), frame, self.rules)
-                cases = " ".join(f"WHEN {sql} THEN {index}" for index, sql in asked)
+                conditions = assignment.conditions(self.pipeline.input(topic), frame, self.rules)
+                cases = " ".join(f"WHEN {sql} THEN {index}" for index, sql in conditions)
                 keys = failures.lookup_keys(rule, topic) if side == failures.LOOKUP else self._join_keys(rule, topic)
                 sql = f"CASE {cases} END" if side == "where" else ", ".join(keys)
                 frame.selectExpr("*", *failures.names_sql([rule], topic)).selectExpr(f"xxhash64({sql})").collect()
             else:
                 rows = self._rows_with(assignment.columns, place, rule)
                 if side == _PARTITION:
-                    mine = rows.where(f"rule = {self.rules.index(rule)}")
-                    rows = partition_numbers(mine, self.partitions[rule.out])
+                    rule_rows = rows.where(f"rule = {self.rules.index(rule)}")
+                    rows = partition_numbers(rule_rows, self.partitions[rule.out])
                 rows.collect()
         except (PySparkException, Py4JError) as error:
             return cause_line(error)
@@ -435,6 +444,6 @@ def _expressions(rule: Rule, side: str, topic: str) -> list[tuple[str, str]]:
     return list(leaves({"key": rule.key, "value": rule.value}[side], side))
 
 
-def _cut(sql: str) -> str:
+def _short_text(sql: str) -> str:
     """The text of an expression, cut where it is long."""
     return sql if len(sql) <= 200 else f"{sql[:200]}…"

@@ -21,7 +21,7 @@ from zync_assets.etl import account
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.retries import ClassRange
 from zync_assets.etl.rules import kind_of
-from zync_assets.etl.rules.assignment import conditions, has_schema, wanted
+from zync_assets.etl.rules.assignment import conditions, has_schema, if_kept
 from zync_assets.etl.rules.kind import OutputColumns, union
 from zync_assets.etl.rules.shapes import headers_sql
 from zync_assets.lake import quarantine_table, raw
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 def sides_sql(rule: Rule, target: OutputColumns) -> dict[str, str]:
     """A rule's output expressions: side (shape, key, value, headers) → SQL."""
     sides = {} if rule.keep is None else {"shape": rule.keep}
-    sides |= {side: wanted(rule, shape_sql(shape)) for side, shape in (("key", rule.key), ("value", rule.value))}
+    sides |= {side: if_kept(rule, shape_sql(shape)) for side, shape in (("key", rule.key), ("value", rule.value))}
     if target.headers and rule.headers is not None:
-        sides["headers"] = wanted(rule, headers_sql(rule.headers))
+        sides["headers"] = if_kept(rule, headers_sql(rule.headers))
     if rule.explode is not None:
         # The expressions of every element.
         sides = {"explode": rule.explode} | {
@@ -60,22 +60,22 @@ def failing_sides(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
     fail with any record on the others. Null if several records fail alone, or if only the records together fail.
     """
     sides = sides_sql(rule, target)
-    found = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
+    side_cases = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
     blamed = "CAST(NULL AS STRING)"
     if len(rule.sides) > 1 and rule.group is None:
-        cases = [f"WHEN {fails(sql)} THEN {_alone(rule, sql)}" for sql in sides.values()]
+        cases = [f"WHEN {fails(sql)} THEN {_single_side(rule, sql)}" for sql in sides.values()]
         blamed = f"CASE {' '.join(cases)} END"
-    return [("failed", f"CASE {found} END"), ("blamed", blamed)]
+    return [("failed", f"CASE {side_cases} END"), ("blamed", blamed)]
 
 
-def _alone(rule: Rule, sql: str) -> str:
+def _single_side(rule: Rule, sql: str) -> str:
     """The side whose record alone makes an expression fail; null unless there is exactly one such side."""
     alone = {side.name: fails_alone(rule, sql, side.name) for side in rule.sides}
-    only = " ".join(
-        f"WHEN {mine} AND NOT ({' OR '.join(sql for other, sql in alone.items() if other != side)}) THEN '{side}'"
-        for side, mine in alone.items()
+    cases = " ".join(
+        f"WHEN {condition} AND NOT ({' OR '.join(sql for other, sql in alone.items() if other != side)}) THEN '{side}'"
+        for side, condition in alone.items()
     )
-    return f"CASE {only} END"
+    return f"CASE {cases} END"
 
 
 def first_failing(expressions: Sequence[tuple[str, str]]) -> str:
@@ -109,43 +109,45 @@ def failing_records(
     item: Input,
     frame: DataFrame,
     rules: Sequence[Rule],
-    others: Mapping[str, DataFrame],
-    known: str,
+    record_frames: Mapping[str, DataFrame],
+    known_condition: str,
 ) -> DataFrame:
     """The records of a topic that fail in a ``where``, a ``join-on`` or a ``lookup``.
 
     The columns are partition, offset, ``rule`` (its index), ``failed``.
 
-    ``rules``: the staging pool's; ``others``: the record frames of all topics that have a table;
-    ``known``: a condition for records that are not looked at.
+    ``rules``: the staging pool's; ``record_frames``: the record frames of all topics that have a table;
+    ``known_condition``: a condition for records that are not looked at.
     """
-    asked = conditions(item, frame, rules)
+    rule_conditions = conditions(item, frame, rules)
     choices = [
-        f"CASE {' '.join(f'WHEN {sql} THEN {index}' for index, sql in asked[: end + 1])} END"
-        for end in range(len(asked))
+        f"CASE {' '.join(f'WHEN {sql} THEN {index}' for index, sql in rule_conditions[: end + 1])} END"
+        for end in range(len(rule_conditions))
     ]
     # The first rule at which the conditions fail is the failing rule.
-    where = " ".join(f"WHEN {fails(sql)} THEN {index}" for (index, _), sql in zip(asked, choices, strict=True))
-    if not asked or not has_schema(frame):
+    where = " ".join(
+        f"WHEN {fails(sql)} THEN {index}" for (index, _), sql in zip(rule_conditions, choices, strict=True)
+    )
+    if not rule_conditions or not has_schema(frame):
         return frame.where("false").selectExpr("0 AS partition", "0L AS offset", "0 AS rule", "'' AS failed")
-    frame = frame.where(f"NOT ({known})").selectExpr("*", f"CASE {where} END AS wrong")
+    frame = frame.where(f"NOT ({known_condition})").selectExpr("*", f"CASE {where} END AS wrong")
     frame = frame.selectExpr("*", f"CASE WHEN wrong IS NULL THEN {choices[-1]} END AS chosen")
     joins: list[str] = []
     frame = frame.selectExpr("kafka", "wrong", "chosen", *names_sql(rules, item.topic))
     for index, rule in enumerate(rules):
         if item.topic in rule.topics and rule.side(item.topic).keys:
-            inputs = {side.name: others[side.topic] for side in rule.sides if side.topic in others}
+            inputs = {side.name: record_frames[side.topic] for side in rule.sides if side.topic in record_frames}
             inputs = {name: frame for name, frame in inputs.items() if has_schema(frame)}
             keys = kind_of(rule).key_sql(rule, item.topic, inputs)
             joins += [] if keys is None else [f"WHEN chosen = {index} AND {fails(keys)} THEN '{kind_of(rule).join}'"]
-        if looked := lookup_keys(rule, item.topic):
-            joins.append(f"WHEN chosen = {index} AND {fails(', '.join(looked))} THEN '{LOOKUP}'")
-    joined = f"WHEN wrong IS NULL THEN CASE {' '.join(joins)} END" if joins else ""
+        if lookup_sql := lookup_keys(rule, item.topic):
+            joins.append(f"WHEN chosen = {index} AND {fails(', '.join(lookup_sql))} THEN '{LOOKUP}'")
+    join_cases = f"WHEN wrong IS NULL THEN CASE {' '.join(joins)} END" if joins else ""
     return frame.selectExpr(
         "kafka.partition AS partition",
         "kafka.offset AS offset",
         "coalesce(wrong, chosen) AS rule",
-        f"CASE WHEN wrong IS NOT NULL THEN 'where' {joined} END AS failed",
+        f"CASE WHEN wrong IS NOT NULL THEN 'where' {join_cases} END AS failed",
     ).where("failed IS NOT NULL")
 
 
@@ -226,8 +228,8 @@ class Failures:
         whichever output it fails on."""
         takers = {rule.name: rule.part_of or rule.name for rule in rules}
         return [
-            ClassRange(one.topic, "pending", takers.get(one.rule, one.rule), one.part)
-            for one in self.of(plan, old=True)
+            ClassRange(failure.topic, "pending", takers.get(failure.rule, failure.rule), failure.part)
+            for failure in self.of(plan, old=True)
         ]
 
 
@@ -259,8 +261,8 @@ def quarantined(rows: DataFrame | None) -> Counter[tuple[str, int]]:
     """(topic, partition) → quarantined records in the new ranges; ranges hold none."""
     if rows is None:
         return Counter()
-    found = rows.where("kind = 'quarantined'").groupBy("topic", "partition").count().collect()
-    return Counter({(row["topic"], row["partition"]): row["count"] for row in found})
+    counts = rows.where("kind = 'quarantined'").groupBy("topic", "partition").count().collect()
+    return Counter({(row["topic"], row["partition"]): row["count"] for row in counts})
 
 
 def _rows(
@@ -281,7 +283,7 @@ def _rows(
     for part in plan.ranges[topic]:
         inside = inside | ((F.col("partition") == part.partition) & F.col("first").between(part.first, part.end - 1))
     frame = frame.filter(inside)
-    replayed = [(p, offset) for p, found in raw.replay_offsets(state).items() for offset in found.tolist()]
+    replayed = [(p, offset) for p, offsets in raw.replay_offsets(state).items() for offset in offsets.tolist()]
     if replayed:
         # They are in the raw table, and go through the rules.
         places = listed_frame(spark, pa.schema([("partition", pa.int32()), ("first", pa.int64())]), replayed)

@@ -134,28 +134,28 @@ def confirmed_orders(
 
     ``delay``: the least seconds between the two readings that confirm an order.
     """
-    known = [(item, _reached(streams, item)) for item in readings]
-    return {stream.name: _confirmed(stream, known, delay) for stream in streams}
+    reading_orders = [(item, _highest_order(streams, item)) for item in readings]
+    return {stream.name: _confirmed(stream, reading_orders, delay) for stream in streams}
 
 
-def _confirmed(stream: Stream, known: Sequence[tuple[Reading, Order | None]], delay: float) -> Order:
-    """The order that a stream confirms. ``known``: each reading with the highest order below its ends."""
+def _confirmed(stream: Stream, reading_orders: Sequence[tuple[Reading, Order | None]], delay: float) -> Order:
+    """The order that a stream confirms. ``reading_orders``: each reading with the highest order below its ends."""
     best = stream.highest or LOWEST
-    for later, _ in known:
+    for later, _ in reading_orders:
         end = later.whole_end(stream.topic, stream.partition)
         if end is None or stream.next < end:
             continue
-        for earlier, order in known:
+        for earlier, order in reading_orders:
             if earlier is not later and order is not None and earlier.ended + delay <= later.began:
                 best = max(best, after(order))
     return best
 
 
-def _reached(streams: Iterable[Stream], reading: Reading) -> Order | None:
+def _highest_order(streams: Iterable[Stream], reading: Reading) -> Order | None:
     """The highest order of the records below the ends of a reading, as far as they were ingested; None if none was."""
     ends = ((stream, reading.end(stream.topic, stream.partition)) for stream in streams)
-    found = [order for stream, end in ends if end is not None and (order := _order_below(stream, end)) is not None]
-    return max(found, default=None)
+    orders = [order for stream, end in ends if end is not None and (order := _order_below(stream, end)) is not None]
+    return max(orders, default=None)
 
 
 def _order_below(stream: Stream, end: int) -> Order | None:
@@ -179,10 +179,10 @@ def _file_below(stream: Stream, end: int) -> File | None:
 def offset_at(stream: Stream, key: OrderKey, read: ReadOrders) -> int:
     """The offset at which the stream's records reach a key, at least ``seen``; ``next`` if they do not."""
     order = (key.high, key.low)
-    mine, tie = (stream.place, stream.partition), (key.place, key.partition)
-    if mine < tie:
+    stream_place, tie = (stream.place, stream.partition), (key.place, key.partition)
+    if stream_place < tie:
         return _offset(stream, after(order), read)
-    if mine > tie:
+    if stream_place > tie:
         return _offset(stream, order, read)
     return max(_offset(stream, order, read), min(key.offset, _offset(stream, after(order), read)))
 
@@ -197,10 +197,10 @@ def _offset(stream: Stream, order: Order, read: ReadOrders) -> int:
             continue
         if (item.min_order or LOWEST) >= order:
             return max(stream.seen, item.first or 0)
-        found = read(stream, item)
-        below = np.count_nonzero((found.highs < order[0]) | ((found.highs == order[0]) & (found.lows < order[1])))
-        if below < len(found.offsets):
-            return max(stream.seen, int(found.offsets[below]))
+        orders = read(stream, item)
+        position = np.count_nonzero((orders.highs < order[0]) | ((orders.highs == order[0]) & (orders.lows < order[1])))
+        if position < len(orders.offsets):
+            return max(stream.seen, int(orders.offsets[position]))
     return stream.next
 
 
@@ -213,9 +213,9 @@ def highest_below(stream: Stream, end: int, read: ReadOrders) -> Order | None:
         return stream.highest or LOWEST
     if item.min_order == item.max_order:
         return item.max_order or LOWEST
-    found = read(stream, item)
-    last = int(np.searchsorted(found.offsets, end)) - 1
-    return int(found.highs[last]), int(found.lows[last])
+    orders = read(stream, item)
+    last = int(np.searchsorted(orders.offsets, end)) - 1
+    return int(orders.highs[last]), int(orders.lows[last])
 
 
 def late_offsets(stream: Stream, order: Order, end: int, read: ReadOrders) -> tuple[int, int]:
@@ -252,14 +252,14 @@ def batch_of(
     """
     whole = Batch(OrderKey(*limit), _ends(streams, OrderKey(*limit), read))
     spans = [span for stream in streams for span in spans_of(stream, whole.ends[stream.name])]
-    total, wanted = sum(span.records for span in spans), records
-    while wanted < total:
+    total, target = sum(span.records for span in spans), records
+    while target < total:
         # The key is an estimate: files do not say how their orders are spread.
-        for key in (stop for estimate in keys_at(spans, [wanted]) for stop in stops(estimate)):
+        for key in (stop for estimate in keys_at(spans, [target]) for stop in stops(estimate)):
             ends = {name: min(end, whole.ends[name]) for name, end in _ends(streams, key, read).items()}
             if any(ends[stream.name] > stream.seen for stream in streams):
                 return Batch(key, ends)
-        wanted *= 2
+        target *= 2
     return whole
 
 
@@ -282,15 +282,15 @@ class OrderSpan:
 
 def spans_of(stream: Stream, end: int) -> list[OrderSpan]:
     """The spans of a stream's records from ``seen`` to ``end``. A part of a file counts as its share of the offsets."""
-    found: list[OrderSpan] = []
+    spans: list[OrderSpan] = []
     for item in stream.files:
         low, high = item.first or 0, (item.last or 0) + 1
         first, last = max(low, stream.seen), min(high, end)
         if first < last:
             share = item.records * (last - first) / (high - low)
             orders = item.min_order or LOWEST, item.max_order or LOWEST
-            found.append(OrderSpan(*orders, share, stream.place, stream.partition, first, last))
-    return found
+            spans.append(OrderSpan(*orders, share, stream.place, stream.partition, first, last))
+    return spans
 
 
 def keys_at(spans: Sequence[OrderSpan], counts: Sequence[float]) -> list[OrderKey]:
@@ -298,10 +298,10 @@ def keys_at(spans: Sequence[OrderSpan], counts: Sequence[float]) -> list[OrderKe
 
     The records of a span count as spread evenly over its orders.
     """
-    known = [span.high[0] for span in spans if span.high[0] > LOWEST[0]]
-    known += [span.low[0] for span in spans if span.low[0] > LOWEST[0]]
+    parts = [span.high[0] for span in spans if span.high[0] > LOWEST[0]]
+    parts += [span.low[0] for span in spans if span.low[0] > LOWEST[0]]
     # A file may begin with records before all changes. Its other records lie among the changes.
-    least = min(known, default=LOWEST[0])
+    least = min(parts, default=LOWEST[0])
     whole = [
         OrderSpan((least, LEAST), span.high, span.records, span.place, span.partition, span.first, span.end)
         if span.low[0] == LOWEST[0] < span.high[0]
@@ -316,29 +316,29 @@ def _keys(spans: Sequence[OrderSpan], counts: Sequence[float], shared: tuple[int
     part = len(shared)
     if part == len(LOWEST):
         return [_key_in_tie(spans, count, shared) for count in counts]
-    points, below, at = spread([(span.low[part], span.high[part], span.records) for span in spans])
-    found: list[OrderKey] = []
+    points, counts_below, at = spread([(span.low[part], span.high[part], span.records) for span in spans])
+    keys: list[OrderKey] = []
     for count in counts:
-        index = int(np.searchsorted(below + at, count))
+        index = int(np.searchsorted(counts_below + at, count))
         if index == len(points):
             continue
-        if count > below[index]:
-            same = [span for span in spans if span.low[part] == span.high[part] == points[index]]
-            found += _keys(same, [count - float(below[index])], (*shared, points[index]))
+        if count > counts_below[index]:
+            tied_spans = [span for span in spans if span.low[part] == span.high[part] == points[index]]
+            keys += _keys(tied_spans, [count - float(counts_below[index])], (*shared, points[index]))
         elif index:
-            start, before = points[index - 1], float(below[index - 1] + at[index - 1])
-            share = (count - before) / (float(below[index]) - before)
+            start, count_before = points[index - 1], float(counts_below[index - 1] + at[index - 1])
+            share = (count - count_before) / (float(counts_below[index]) - count_before)
             value = start + max(1, int((points[index] - start) * share))
-            found.append(OrderKey(*[*shared, min(value, points[index])]))
-    return found
+            keys.append(OrderKey(*[*shared, min(value, points[index])]))
+    return keys
 
 
 def _key_in_tie(spans: Sequence[OrderSpan], count: float, shared: tuple[int, ...]) -> OrderKey:
     """The key in a sequence of records that share one order."""
-    ordered = sorted(spans, key=lambda span: (span.place, span.partition, span.first))
-    totals = np.cumsum([span.records for span in ordered])
-    at = min(int(np.searchsorted(totals, count)), len(ordered) - 1)
-    span = ordered[at]
+    sorted_spans = sorted(spans, key=lambda span: (span.place, span.partition, span.first))
+    totals = np.cumsum([span.records for span in sorted_spans])
+    at = min(int(np.searchsorted(totals, count)), len(sorted_spans) - 1)
+    span = sorted_spans[at]
     share = 1 - (float(totals[at]) - count) / span.records
     offset = span.first + round((span.end - span.first) * min(1.0, share))
     return OrderKey(*[*shared, span.place, span.partition, offset])
@@ -366,7 +366,7 @@ def spread(
         under_way[index[high]] -= 1
     widths = np.array([float(high - low) for low, high in pairwise(points)])
     # Between spans the rate must be zero, but rounding errors of the sums remain.
-    between = np.where(np.cumsum(under_way) > 0, np.cumsum(rates), 0.0)[:-1] * widths
-    spread_below = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, between))])[: len(points)]
-    before = np.concatenate([[0.0], np.cumsum(at_once)])[: len(points)]
-    return points, spread_below + before, at_once
+    between_values = np.where(np.cumsum(under_way) > 0, np.cumsum(rates), 0.0)[:-1] * widths
+    spread_below = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, between_values))])[: len(points)]
+    below_values = np.concatenate([[0.0], np.cumsum(at_once)])[: len(points)]
+    return points, spread_below + below_values, at_once

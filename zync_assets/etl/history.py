@@ -51,10 +51,10 @@ def scratch(pipeline: Pipeline, prefix: str, lake: str, limits: Mapping[str, int
 
 def removed_records(topic: str, table: RawState, firsts: Mapping[int, int]) -> Iterator[str]:
     """The records of a topic, from ``firsts`` on (partition → offset), that retention removed from its raw table."""
-    for partition, kept in sorted(table.retention_start.items()):
+    for partition, start in sorted(table.retention_start.items()):
         first = firsts.get(partition, 0)
-        if kept > first:
-            yield f"topic {topic}, partition {partition}, offsets {first} to {kept - 1}"
+        if start > first:
+            yield f"topic {topic}, partition {partition}, offsets {first} to {start - 1}"
 
 
 def rebuild_events(pipeline: Pipeline, session: Session, pool: str, topics: tuple[str, ...]) -> Iterator[EtlCommit]:
@@ -64,36 +64,36 @@ def rebuild_events(pipeline: Pipeline, session: Session, pool: str, topics: tupl
     EtlError if retention removed raw records that the account has, or if records wait for the frontier of their source.
     """
     outs = [rule.out for rule in event_rules(pipeline, pool)]
-    wanted = tuple(dict.fromkeys(topic for topic in outs if not topics or topic in topics))
-    if not wanted or staging.open_staging(pipeline.lake, pool) is None:
+    out_topics = tuple(dict.fromkeys(topic for topic in outs if not topics or topic in topics))
+    if not out_topics or staging.open_staging(pipeline.lake, pool) is None:
         return
     prefix = f"zync-rebuild-{_digest(pipeline, pool)}."
-    own = _scratch_pool(pipeline, pool, prefix)
-    uri = storage.staging_uri(pipeline.lake, own.staging_pools[0])
-    _remove_other(own, uri, prefix, pipeline, pool)
-    yield from _recomputed(own, session, pipeline, pool)
-    if staging.open_staging(own.lake, own.staging_pools[0]) is None:
+    scratch_pipeline = _scratch_pool(pipeline, pool, prefix)
+    uri = storage.staging_uri(pipeline.lake, scratch_pipeline.staging_pools[0])
+    _remove_other_pool(scratch_pipeline, uri, prefix, pipeline, pool)
+    yield from _recomputed_commits(scratch_pipeline, session, pipeline, pool)
+    if staging.open_staging(scratch_pipeline.lake, scratch_pipeline.staging_pools[0]) is None:
         # The account has no record of the rules' inputs.
         return
-    others: list[EtlCommit] = []
+    other_commits: list[EtlCommit] = []
 
     def read() -> Recomputed:
         # What another process committed meanwhile.
-        others.extend(_recomputed(own, session, pipeline, pool))
+        other_commits.extend(_recomputed_commits(scratch_pipeline, session, pipeline, pool))
         crash_point("rebuild:recomputed")
-        state = staging.open_staging(own.lake, own.staging_pools[0])
+        state = staging.open_staging(scratch_pipeline.lake, scratch_pipeline.staging_pools[0])
         assert state is not None
-        return Recomputed(state, prefix, wanted)
+        return Recomputed(state, prefix, out_topics)
 
-    def commit(made: Recomputed) -> EtlCommit | None:
-        plan = rebuild_events_plan(pipeline, pool, made)
-        done = commit_staging(pipeline, _batch(pipeline, session, plan))
-        return done if done.batch > plan.head.batch else None
+    def commit(recomputed: Recomputed) -> EtlCommit | None:
+        plan = rebuild_events_plan(pipeline, pool, recomputed)
+        etl_commit = commit_staging(pipeline, _batch(pipeline, session, plan))
+        return etl_commit if etl_commit.batch > plan.head.batch else None
 
-    made = retried(read, commit)
-    yield from others
-    if made is not None:
-        yield made
+    last_commit = retried(read, commit)
+    yield from other_commits
+    if last_commit is not None:
+        yield last_commit
     crash_point("rebuild:committed")
     tables.remove_table(uri)
 
@@ -112,21 +112,24 @@ def _scratch_pool(pipeline: Pipeline, pool: str, prefix: str) -> Pipeline:
     outs = {rule.out for rule in rules}
     outputs = tuple(replace(item, pool=f"~rebuild/{pool}") for item in pipeline.outputs if item.topic in outs)
     # A commit of the scratch pool may end within a transaction: nobody reads it.
-    chosen = replace(pipeline, outputs=outputs, rules=rules, transactions=None, on_rule_change="continue")
-    return scratch(chosen, prefix, pipeline.lake, size_limits(pipeline, outs))
+    event_pipeline = replace(pipeline, outputs=outputs, rules=rules, transactions=None, on_rule_change="continue")
+    return scratch(event_pipeline, prefix, pipeline.lake, size_limits(pipeline, outs))
 
 
-def _remove_other(own: Pipeline, uri: str, prefix: str, pipeline: Pipeline, pool: str) -> None:
+def _remove_other_pool(scratch_pipeline: Pipeline, uri: str, prefix: str, pipeline: Pipeline, pool: str) -> None:
     """Remove a scratch pool of another file, or of an account that went back."""
-    state, real = staging.open_staging(own.lake, own.staging_pools[0]), staging.open_staging(pipeline.lake, pool)
+    state, real = (
+        staging.open_staging(scratch_pipeline.lake, scratch_pipeline.staging_pools[0]),
+        staging.open_staging(pipeline.lake, pool),
+    )
     if state is None or real is None:
         return
-    ahead = any(item.seen > _seen(real).get(place, 0) for place, item in state.head.inputs.items())
+    ahead = any(item.seen > _seen_offsets(real).get(place, 0) for place, item in state.head.inputs.items())
     if ahead or any(not topic.startswith(prefix) for topic, _ in state.head.outputs):
         tables.remove_table(uri)
 
 
-def _seen(state: StagingState) -> dict[tuple[str, int], int]:
+def _seen_offsets(state: StagingState) -> dict[tuple[str, int], int]:
     return {place: item.seen for place, item in state.head.inputs.items()}
 
 
@@ -134,53 +137,58 @@ def _batch(pipeline: Pipeline, session: Session, plan: EtlPlan) -> EtlBatch:
     return transform(session, plan, {topic: read_raw(session, pipeline, plan, topic) for topic in plan.ranges})
 
 
-def _recomputed(own: Pipeline, session: Session, pipeline: Pipeline, pool: str) -> Iterator[EtlCommit]:
+def _recomputed_commits(
+    scratch_pipeline: Pipeline, session: Session, pipeline: Pipeline, pool: str
+) -> Iterator[EtlCommit]:
     """Transform into the scratch pool what the account of the pool has, a commit a batch."""
-    scratch_pool = own.staging_pools[0]
+    scratch_pool = scratch_pipeline.staging_pools[0]
     while True:
         state = staging.open_staging(pipeline.lake, pool)
         assert state is not None
-        _check_history(own, pipeline, state)
-        until = _seen(state)
+        _check_history(scratch_pipeline, pipeline, state)
+        until = _seen_offsets(state)
 
         def read(until: Mapping[tuple[str, int], int] = until) -> EtlBatch:
-            return _batch(own, session, plan_etl(own, scratch_pool, until=until))
+            return _batch(scratch_pipeline, session, plan_etl(scratch_pipeline, scratch_pool, until=until))
 
-        made = retried(read, lambda batch: None if batch.plan.nothing_to_do else commit_staging(own, batch))
-        if made is None:
-            _check_reached(own, state)
+        commit = retried(
+            read, lambda batch: None if batch.plan.nothing_to_do else commit_staging(scratch_pipeline, batch)
+        )
+        if commit is None:
+            _check_reached(scratch_pipeline, state)
             return
-        yield replace(made, outputs={})
+        yield replace(commit, outputs={})
 
 
-def _check_history(own: Pipeline, pipeline: Pipeline, state: StagingState) -> None:
+def _check_history(scratch_pipeline: Pipeline, pipeline: Pipeline, state: StagingState) -> None:
     """EtlError if retention removed raw records that the account has, or may be about to."""
-    gone: list[str] = []
-    for item in own.inputs_of(own.staging_pools[0]):
-        table = raw.open_raw(own.lake, item.pool, item.topic)
-        firsts = {part: known.first for (topic, part), known in state.head.inputs.items() if topic == item.topic}
+    removed_ranges: list[str] = []
+    for item in scratch_pipeline.inputs_of(scratch_pipeline.staging_pools[0]):
+        table = raw.open_raw(scratch_pipeline.lake, item.pool, item.topic)
+        firsts = {part: position.first for (topic, part), position in state.head.inputs.items() if topic == item.topic}
         if table is not None:
-            released = {
+            starts = {
                 part: max(table.retention_start.get(part, 0), state.released(item.topic, part)) for part in firsts
             }
-            gone += removed_records(item.topic, replace(table, retention_start=released), firsts)
-    if gone:
+            removed_ranges += removed_records(item.topic, replace(table, retention_start=starts), firsts)
+    if removed_ranges:
         raise EtlError(
-            f"retention removed raw records that the account has: {'; '.join(gone)}. Nothing was rebuilt. Restore the raw tables"
-            " to versions with these records, or go on with the outputs as they are. The effect of an edit on new records is"
-            f" that of {pipeline.command('etl')}"
+            f"retention removed raw records that the account has: {'; '.join(removed_ranges)}. Nothing was rebuilt."
+            " Restore the raw tables to versions with these records, or go on with the outputs as they are. The"
+            f" effect of an edit on new records is that of {pipeline.command('etl')}"
         )
 
 
-def _check_reached(own: Pipeline, state: StagingState) -> None:
+def _check_reached(scratch_pipeline: Pipeline, state: StagingState) -> None:
     """EtlError if the scratch pool has not taken what the account has."""
-    made = staging.open_staging(own.lake, own.staging_pools[0])
-    known = {} if made is None else _seen(made)
-    topics = {item.topic for item in own.inputs_of(own.staging_pools[0])}
+    scratch_state = staging.open_staging(scratch_pipeline.lake, scratch_pipeline.staging_pools[0])
+    seen_offsets = {} if scratch_state is None else _seen_offsets(scratch_state)
+    topics = {item.topic for item in scratch_pipeline.inputs_of(scratch_pipeline.staging_pools[0])}
     for (topic, partition), item in sorted(state.head.inputs.items()):
-        reached = known.get((topic, partition), item.first)
-        if topic in topics and reached < item.seen:
+        next_offset = seen_offsets.get((topic, partition), item.first)
+        if topic in topics and next_offset < item.seen:
             raise EtlError(
-                f"topic {topic}, partition {partition}: offsets {reached} to {item.seen - 1} were transformed before, and wait"
-                " for the frontier of their source now. Nothing was rebuilt. Ingest the new topics of the file, and run it again."
+                f"topic {topic}, partition {partition}: offsets {next_offset} to {item.seen - 1} were transformed before, and"
+                " wait for the frontier of their source now. Nothing was rebuilt. Ingest the new topics of the file, and run it"
+                " again."
             )

@@ -96,25 +96,27 @@ def possible_outputs(rules: Iterable[Rule], topic: str) -> set[str]:
 def decide(records: Iterable[HeldRecord]) -> Decision:
     """The decision on whole source rows. ``records``: every pending and every new record of the rows, and of the rows of the
     records that they may pair with."""
-    each = list(records)
-    before = sorted((item for item in each if item.before), key=lambda item: item.sequence or item.place[1:])
-    new = sorted((item for item in each if not item.before), key=lambda item: item.order or ())
-    again: set[int] = set()
+    all_records = list(records)
+    old_records = sorted(
+        (item for item in all_records if item.before), key=lambda item: item.sequence or item.place[1:]
+    )
+    new_records = sorted((item for item in all_records if not item.before), key=lambda item: item.order or ())
+    repaired_hashes: set[int] = set()
     """The hashes of join keys whose records Spark pairs in another way, since a record of theirs ended."""
     while True:
-        found = _Rows(again)
-        for item in (*before, *new):
-            found.add(item)
-        if found.ended_hashes <= again:
-            return found.decision()
-        again |= found.ended_hashes
+        rows = _Rows(repaired_hashes)
+        for item in (*old_records, *new_records):
+            rows.add(item)
+        if rows.ended_hashes <= repaired_hashes:
+            return rows.decision()
+        repaired_hashes |= rows.ended_hashes
 
 
 class _Rows:
     """The source rows while their records come one by one."""
 
-    def __init__(self, again: set[int]) -> None:
-        self.again = again
+    def __init__(self, repaired_hashes: set[int]) -> None:
+        self.repaired_hashes = repaired_hashes
         self.queues: dict[object, list[HeldRecord]] = defaultdict(list)
         """Row → its pending records, in their order."""
         self.ended: set[Place] = set()
@@ -126,20 +128,20 @@ class _Rows:
     def add(self, item: HeldRecord) -> None:
         queue = self._queue(item)
         if item.joins:
-            other = self._counterpart(item)
-            if other is None:
+            counterpart = self._counterpart(item)
+            if counterpart is None:
                 queue.append(item)
                 if item.hash is not None:
                     self.open[item.rule, item.hash].append(item)
                 return
-            self.open[item.rule, other.hash or 0].remove(other)
-            behind = self._queue(other)
-            behind.remove(other)
-            last = max(each.order for each in (item, other) if each.order is not None)
+            self.open[item.rule, counterpart.hash or 0].remove(counterpart)
+            counterpart_queue = self._queue(counterpart)
+            counterpart_queue.remove(counterpart)
+            last_order = max(record.order for record in (item, counterpart) if record.order is not None)
             number = 0
-            while behind and not behind[0].joins:
+            while counterpart_queue and not counterpart_queue[0].joins:
                 number += 1
-                self.following[behind.pop(0).place] = last, number
+                self.following[counterpart_queue.pop(0).place] = last_order, number
         elif item.ends:
             self._end(item, queue)
         elif queue:
@@ -160,8 +162,8 @@ class _Rows:
         queue.clear()
 
     def decision(self) -> Decision:
-        pending = (item.place for queue in self.queues.values() for item in queue if not item.joins)
-        return Decision(frozenset(pending), frozenset(self.ended), self.following)
+        pending_places = (item.place for queue in self.queues.values() for item in queue if not item.joins)
+        return Decision(frozenset(pending_places), frozenset(self.ended), self.following)
 
     def _queue(self, item: HeldRecord) -> list[HeldRecord]:
         return self.queues[item.place if item.row is None else item.row]
@@ -170,7 +172,7 @@ class _Rows:
         if item.hash is None or item.order is None:
             return None
         fits = [other for other in self.open[item.rule, item.hash] if item.may_pair(other)]
-        if item.hash not in self.again:
+        if item.hash not in self.repaired_hashes:
             # Spark's own pairs: `=` decides, and the order within a join key.
             return next((other for other in fits if other.place == item.other), None)
         return min(fits, key=lambda other: other.place[1:], default=None)
@@ -187,16 +189,16 @@ def applied(
         for place in places:
             kinds[results[place]] = kind
             outputs[results[place]] = False
-    after, number = np.arange(len(rows)), np.zeros(len(rows), np.int64)
+    anchor_rows, number = np.arange(len(rows)), np.zeros(len(rows), np.int64)
     for place, at in decision.following.items():
         if at is not None:
-            after[results[place]], number[results[place]] = completed[at[0]], at[1]
-    order = np.lexsort((number, after))
-    kept = pa.array(order, mask=~outputs[order])
+            anchor_rows[results[place]], number[results[place]] = completed[at[0]], at[1]
+    order = np.lexsort((number, anchor_rows))
+    output_rows = pa.array(order, mask=~outputs[order])
     columns = {
         name: pa.array(kinds, column.type).take(pa.array(order))
         if name == "kind"
-        else column.take(kept if name.startswith("out") else pa.array(order))
+        else column.take(output_rows if name.startswith("out") else pa.array(order))
         for name, column in zip(rows.schema.names, rows.columns, strict=True)
     }
     return pa.RecordBatch.from_pydict(columns)
@@ -222,55 +224,57 @@ class Hold:
 
     def covers(self, other: Decision) -> bool:
         """Whether another decision says nothing new."""
-        own = self.decision
-        same = all(place in own.following and own.following[place] == at for place, at in other.following.items())
-        return same and other.waiting <= own.waiting and other.ended <= own.ended
+        decision = self.decision
+        is_contained = all(
+            place in decision.following and decision.following[place] == at for place, at in other.following.items()
+        )
+        return is_contained and other.waiting <= decision.waiting and other.ended <= decision.ended
 
     def extended(self, other: Decision, rules: Mapping[Place, str]) -> Hold:
         """With another decision, which counts for a record of both."""
-        own = self.decision
-        ended = own.ended | other.ended
-        each = {**own.following, **other.following}
-        following = {place: at for place, at in each.items() if place not in ended}
-        waiting = (own.waiting | other.waiting) - ended - following.keys()
-        return Hold(Decision(waiting, ended, following), {**self.rules, **rules})
+        decision = self.decision
+        ended_places = decision.ended | other.ended
+        all_following = {**decision.following, **other.following}
+        following = {place: at for place, at in all_following.items() if place not in ended_places}
+        waiting_places = (decision.waiting | other.waiting) - ended_places - following.keys()
+        return Hold(Decision(waiting_places, ended_places, following), {**self.rules, **rules})
 
     def concerns(self, topic: str) -> bool:
         """Whether there is a decision on a record of a topic."""
-        each = self.decision.waiting, self.decision.ended, self.decision.following
-        return any(place[0] == topic for places in each for place in places)
+        place_sets = self.decision.waiting, self.decision.ended, self.decision.following
+        return any(place[0] == topic for places in place_sets for place in places)
 
     def rows(self, topic: str) -> list[DecidedRecord]:
         """The decision on a topic's records."""
         decision = self.decision
         fates = dict.fromkeys(decision.waiting, "waiting") | dict.fromkeys(decision.ended, "ended")
-        found = [DecidedRecord(*place[1:], fate) for place, fate in fates.items() if place[0] == topic]
+        decided_records = [DecidedRecord(*place[1:], fate) for place, fate in fates.items() if place[0] == topic]
         for (name, partition, offset), at in decision.following.items():
             if name == topic:
                 order, number = at or (None, None)
-                found.append(DecidedRecord(partition, offset, None, order, number))
-        return found
+                decided_records.append(DecidedRecord(partition, offset, None, order, number))
+        return decided_records
 
     def released(self) -> dict[tuple[str, str], list[tuple[int, int]]]:
         """(rule, input topic) → partition and offset of the pending records of earlier batches that make their outputs now."""
-        found: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+        places: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
         for place, rule in sorted(self.rules.items()):
             if place in self.decision.following:
-                found[rule, place[0]].append(place[1:])
-        return found
+                places[rule, place[0]].append(place[1:])
+        return places
 
     def ended_facts(self) -> list[Fact]:
         """The counts of pending records of earlier batches that are done without an output."""
-        counted = Counter((self.rules[place], *place[:2]) for place in self._ended())
-        return [Fact("ended", None, *place, True, count, 0) for place, count in counted.items()]
+        counts = Counter((self.rules[place], *place[:2]) for place in self._ended_places())
+        return [Fact("ended", None, *place, True, count, 0) for place, count in counts.items()]
 
     def ended_entries(self) -> list[dict[str, object]]:
         """The ledger rows of these records."""
         names = ("topic", "partition", "first", "end", "rule")
-        places = ((*place, place[2] + 1, self.rules[place]) for place in self._ended())
+        places = ((*place, place[2] + 1, self.rules[place]) for place in self._ended_places())
         return [{"kind": "completed", "text": "ended", **dict(zip(names, place, strict=True))} for place in places]
 
-    def _ended(self) -> list[Place]:
+    def _ended_places(self) -> list[Place]:
         return sorted(self.decision.ended & self.rules.keys())
 
 

@@ -45,23 +45,23 @@ def compact_ledger(state: StagingState, without: Collection[DataFile] = ()) -> t
 
     ``without``: files that the batch removes. The written file is invisible until a commit names it.
     """
-    gone = {item.path for item in without}
-    files = [item for item in state.ledger_files if item.path not in gone]
+    removed_paths = {item.path for item in without}
+    files = [item for item in state.ledger_files if item.path not in removed_paths]
     small = [item for item in files if item.records <= SMALL_ENTRIES]
     if len(small) < COMPACTION_FILES:
         return [], []
     # Batches in their order: what waits in one is most often completed in one of the next.
     small.sort(key=lambda item: item.path)
     reach = np.cumsum([item.records for item in small])
-    chosen = small[: int(np.searchsorted(reach, COMPACTION_ENTRIES, side="right"))]
-    added = [_written(state, compacted(staging.read_entries(state, chosen)))]
+    compacted_files = small[: int(np.searchsorted(reach, COMPACTION_ENTRIES, side="right"))]
+    added_files = [_write_entries(state, compacted(staging.read_entries(state, compacted_files)))]
     large = _large_pair(files)
     if large is not None:
         rows = compacted(staging.read_entries(state, large))
         if rows.num_rows <= COMPACTION_GAIN * sum(item.records for item in large):
-            return [*added, _written(state, rows)], [*chosen, *large]
+            return [*added_files, _write_entries(state, rows)], [*compacted_files, *large]
         _vain.put(frozenset(item.path for item in large), True)
-    return added, chosen
+    return added_files, compacted_files
 
 
 def _large_pair(files: Sequence[DataFile]) -> list[DataFile] | None:
@@ -75,7 +75,7 @@ def _large_pair(files: Sequence[DataFile]) -> list[DataFile] | None:
     return None
 
 
-def _written(state: StagingState, rows: pa.Table) -> DataFile:
+def _write_entries(state: StagingState, rows: pa.Table) -> DataFile:
     # A name that a check of the table knows (``lake.tampering``), also in tables of earlier versions.
     path = f"{ACCOUNT_FOLDER}/folded-{uuid.uuid4().hex}.parquet"
     return staging.write_entries(state.table.uri, path, rows)
@@ -83,20 +83,22 @@ def _written(state: StagingState, rows: pa.Table) -> DataFile:
 
 def compacted(rows: pa.Table) -> pa.Table:
     """The same facts in fewer ledger entries (columns of the account). Pending records come first, sorted by hash."""
-    waiting = rows.filter(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string())))
-    settled = rows.filter(pc.invert(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string()))))
-    pending, completed = (waiting.filter(pc.equal(waiting["kind"], kind)) for kind in _WAITING)
+    waiting_rows = rows.filter(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string())))
+    settled_rows = rows.filter(pc.invert(pc.is_in(rows["kind"], pa.array(_WAITING, pa.string()))))
+    pending, completed = (waiting_rows.filter(pc.equal(waiting_rows["kind"], kind)) for kind in _WAITING)
     place = ["topic", "partition", "first"]
-    numbered = pending.append_column("at", pa.array(np.arange(pending.num_rows))).select([*place, "at"])
-    joined = numbered.join(completed.select([*place, "text"]), place, join_type="inner").combine_chunks()
-    places, classes = joined["at"].combine_chunks(), pc.fill_null(joined["text"], "done").combine_chunks()
-    done = pending.take(places)
+    numbered_rows = pending.append_column("at", pa.array(np.arange(pending.num_rows))).select([*place, "at"])
+    joined_rows = numbered_rows.join(completed.select([*place, "text"]), place, join_type="inner").combine_chunks()
+    places, classes = joined_rows["at"].combine_chunks(), pc.fill_null(joined_rows["text"], "done").combine_chunks()
+    matched_rows = pending.take(places)
     open_pending = pending.filter(_mask(pending.num_rows, places)).sort_by("hash")
     # Their pending entry is in another file.
     open_completed = completed.join(pending.select(place), place, join_type="left anti").select(ACCOUNT_TYPE.names)
-    now_done = done.set_column(done.schema.get_field_index("kind"), "kind", classes)
-    with_text = settled.filter(pc.is_valid(settled["text"]))  # why a rule failed on this record: merging would lose it
-    ranges = _merged(pa.concat_tables([settled.filter(pc.is_null(settled["text"])), now_done]))
+    now_done = matched_rows.set_column(matched_rows.schema.get_field_index("kind"), "kind", classes)
+    with_text = settled_rows.filter(
+        pc.is_valid(settled_rows["text"])
+    )  # why a rule failed on this record: merging would lose it
+    ranges = _with_merged_ranges(pa.concat_tables([settled_rows.filter(pc.is_null(settled_rows["text"])), now_done]))
     return pa.concat_tables([open_pending, open_completed, with_text, ranges])
 
 
@@ -106,24 +108,24 @@ def _mask(length: int, without: pa.Array) -> pa.Array:
     return pa.array(keep)
 
 
-def _merged(rows: pa.Table) -> pa.Table:
+def _with_merged_ranges(rows: pa.Table) -> pa.Table:
     """Account rows where touching ranges of the same class are merged into one range."""
     kinds = pa.table({item.name: pa.array([], item.type) for item in ACCOUNT_TYPE}).schema
     parts: list[pa.Table] = []
     keys = rows.group_by(["kind", "topic", "partition"]).aggregate([]).to_pylist()
     for key in keys:
-        own = rows.filter(
+        class_rows = rows.filter(
             pc.and_(
                 pc.and_(pc.equal(rows["kind"], key["kind"]), pc.equal(rows["topic"], key["topic"])),
                 pc.equal(rows["partition"], key["partition"]),
             )
         ).sort_by("first")
-        first, end = (own[name].to_numpy() for name in ("first", "end"))
-        count = own["count"].to_numpy(zero_copy_only=False)
+        first, end = (class_rows[name].to_numpy() for name in ("first", "end"))
+        count = class_rows["count"].to_numpy(zero_copy_only=False)
         starts = np.flatnonzero(np.concatenate([[True], first[1:] != end[:-1]]))
         ends = np.append(starts[1:], len(first)) - 1
         size = len(starts)
-        known = np.add.reduceat(np.nan_to_num(count.astype(float)), starts).astype(np.int64)
+        known_counts = np.add.reduceat(np.nan_to_num(count.astype(float)), starts).astype(np.int64)
         whole = np.logical_and.reduceat(~np.isnan(count.astype(float)), starts)
         columns: dict[str, pa.Array] = {
             "kind": pa.repeat(key["kind"], size),
@@ -131,7 +133,7 @@ def _merged(rows: pa.Table) -> pa.Table:
             "partition": pa.repeat(pa.scalar(key["partition"], pa.int32()), size),
             "first": pa.array(first[starts], pa.int64()),
             "end": pa.array(end[ends], pa.int64()),
-            "count": pa.array(known, pa.int64(), mask=~whole),
+            "count": pa.array(known_counts, pa.int64(), mask=~whole),
         }
         parts.append(
             pa.table({item.name: columns.get(item.name, pa.nulls(size, item.type)) for item in kinds}, schema=kinds)
@@ -170,12 +172,12 @@ class _Index:
         order = np.argsort(hashes, kind="stable")
         return cls(hashes[order], places[order])
 
-    def find(self, wanted: Hashes) -> pa.Array:
-        """The places of the records with some hashes. ``wanted`` is sorted, each hash once."""
-        if len(self.hashes) < len(wanted):
-            at = np.minimum(np.searchsorted(wanted, self.hashes), len(wanted) - 1)
-            return pa.array(self.places[wanted[at] == self.hashes])
-        low, high = (np.searchsorted(self.hashes, wanted, side=side) for side in ("left", "right"))
+    def find(self, hashes: Hashes) -> pa.Array:
+        """The places of the records with some hashes. ``hashes`` is sorted, each hash once."""
+        if len(self.hashes) < len(hashes):
+            at = np.minimum(np.searchsorted(hashes, self.hashes), len(hashes) - 1)
+            return pa.array(self.places[hashes[at] == self.hashes])
+        low, high = (np.searchsorted(self.hashes, hashes, side=side) for side in ("left", "right"))
         spans = zip(low[low < high].tolist(), high[low < high].tolist(), strict=True)
         return pa.array(self.places[[at for span in spans for at in range(*span)]], pa.int64())
 
@@ -243,47 +245,51 @@ def _parts(state: StagingState, kind: str) -> Iterator[pa.Table]:
     columns = _columns(kind)
     for item in state.ledger_files:
         uri = state.uri(item)
-        known = _files.get(uri) if item.records > SMALL_ENTRIES else _ledger_file(uri)
-        if known is not None:
-            yield known.pending if kind == "pending" else known.completed
+        ledger_file = _files.get(uri) if item.records > SMALL_ENTRIES else _ledger_file(uri)
+        if ledger_file is not None:
+            yield ledger_file.pending if kind == "pending" else ledger_file.completed
         else:
             yield from (_entries(rows, kind) for rows in storage.read_parts(uri, _PART, columns))
 
 
-def _waiting(found: pa.Table, completed: Iterable[pa.Table]) -> pa.Table:
+def _open_entries(pending: pa.Table, completed: Iterable[pa.Table]) -> pa.Table:
     """The pending entries of records that are not completed."""
-    if not found.num_rows:
-        return found
-    firsts = np.unique(found["first"].to_numpy())
+    if not pending.num_rows:
+        return pending
+    firsts = np.unique(pending["first"].to_numpy())
 
-    def known(item: pa.Table) -> pa.Table:
-        own = item["first"].to_numpy()
-        return item.filter(pa.array(firsts[np.minimum(np.searchsorted(firsts, own), len(firsts) - 1)] == own))
+    def candidates(item: pa.Table) -> pa.Table:
+        offsets = item["first"].to_numpy()
+        return item.filter(pa.array(firsts[np.minimum(np.searchsorted(firsts, offsets), len(firsts) - 1)] == offsets))
 
-    done = pa.concat_tables([NO_ENTRIES.select(PLACE), *map(known, completed)])
-    return found.join(done, PLACE, join_type="left anti").select(found.column_names)
+    completed_places = pa.concat_tables([NO_ENTRIES.select(PLACE), *map(candidates, completed)])
+    return pending.join(completed_places, PLACE, join_type="left anti").select(pending.column_names)
 
 
-def look_up(state: StagingState, wanted: pa.Table) -> pa.Table | None:
-    """The places (rule, topic, partition, first) of what waits and has one of the ``wanted`` rules, topics and hashes.
+def look_up(state: StagingState, lookup_keys: pa.Table) -> pa.Table | None:
+    """The places (rule, topic, partition, first) of the pending records with one of the ``lookup_keys`` (rule, topic, hash).
 
     None where the ledger is too long for this. LakeError for a file that can't be read.
     """
     if sum(item.records for item in state.ledger_files) > LOOKUP_ENTRIES:
         return None
-    files, hashes = _ledger_files(state), np.unique(wanted["hash"].to_numpy())
-    found = [item.pending.take(item.keys.find(hashes)) for item in files] if len(hashes) else []
-    found = [each.join(wanted, ["rule", "topic", "hash"], join_type="left semi").select(_FIELDS) for each in found]
-    waiting = _waiting(pa.concat_tables([NO_ENTRIES, *found]), [item.completed for item in files])
-    return waiting.select(["rule", *PLACE])
+    files, hashes = _ledger_files(state), np.unique(lookup_keys["hash"].to_numpy())
+    matches = [item.pending.take(item.keys.find(hashes)) for item in files] if len(hashes) else []
+    matches = [
+        rows.join(lookup_keys, ["rule", "topic", "hash"], join_type="left semi").select(_FIELDS) for rows in matches
+    ]
+    open_entries = _open_entries(pa.concat_tables([NO_ENTRIES, *matches]), [item.completed for item in files])
+    return open_entries.select(["rule", *PLACE])
 
 
-def search(state: StagingState, wanted: pa.Table) -> pa.Table:
+def search(state: StagingState, lookup_keys: pa.Table) -> pa.Table:
     """As ``look_up``, for a ledger of any length, a part of it at a time."""
     keys = ["rule", "topic", "hash"]
-    found = [pending.join(wanted, keys, join_type="left semi").select(_FIELDS) for pending in _parts(state, "pending")]
-    waiting = _waiting(pa.concat_tables([NO_ENTRIES, *found]), _parts(state, "completed"))
-    return waiting.select(["rule", *PLACE])
+    matches = [
+        pending.join(lookup_keys, keys, join_type="left semi").select(_FIELDS) for pending in _parts(state, "pending")
+    ]
+    open_entries = _open_entries(pa.concat_tables([NO_ENTRIES, *matches]), _parts(state, "completed"))
+    return open_entries.select(["rule", *PLACE])
 
 
 _NEXT = 1_000
@@ -296,18 +302,20 @@ def waiting_since(state: StagingState, rule: str, until: int) -> tuple[pa.Table,
 
     The times are milliseconds since the epoch. None if no other record waits since a known time.
     """
-    late, rest = [_AGED.empty_table()], _AGED.empty_table()
+    late_parts, rest = [_AGED.empty_table()], _AGED.empty_table()
     for pending in _parts(state, "pending"):
-        own = pending.filter(pc.equal(pending["rule"], rule))
-        own = own.append_column("since", times_of(own["text"])).select(_AGED.names)
-        late.append(own.filter(pc.less(own["since"], until)))
-        rest = pa.concat_tables([rest, own.filter(pc.greater_equal(own["since"], until))])
+        rule_entries = pending.filter(pc.equal(pending["rule"], rule))
+        rule_entries = rule_entries.append_column("since", times_of(rule_entries["text"])).select(_AGED.names)
+        late_parts.append(rule_entries.filter(pc.less(rule_entries["since"], until)))
+        rest = pa.concat_tables([rest, rule_entries.filter(pc.greater_equal(rule_entries["since"], until))])
         rest = rest.take(pc.select_k_unstable(rest, min(_NEXT, rest.num_rows), [("since", "ascending")]))
-    found = _waiting(pa.concat_tables([*late, rest]), _parts(state, "completed"))
-    others = found.filter(pc.greater_equal(found["since"], until))
+    open_entries = _open_entries(pa.concat_tables([*late_parts, rest]), _parts(state, "completed"))
+    others = open_entries.filter(pc.greater_equal(open_entries["since"], until))
     # Perhaps all of the oldest records are completed. No other record is older than they are.
     bound = pc.max(rest["since"]).as_py() if rest.num_rows == _NEXT else None
-    return found.filter(pc.less(found["since"], until)), pc.min(others["since"]).as_py() if others.num_rows else bound
+    return open_entries.filter(pc.less(open_entries["since"], until)), pc.min(
+        others["since"]
+    ).as_py() if others.num_rows else bound
 
 
 def times_of(texts: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -323,9 +331,9 @@ def times_of(texts: pa.ChunkedArray) -> pa.ChunkedArray:
 def pending_in(state: StagingState, rows: Rows) -> pa.Table:
     """The pending records of source rows in the ledger: rule, topic, partition, first, hash, text, row. LakeError for a file
     that can't be read."""
-    files, wanted = _ledger_files(state), np.unique(rows)
-    found = [item.pending.take(item.rows.find(wanted)) for item in files] if len(wanted) else []
-    return _waiting(pa.concat_tables([NO_ENTRIES, *found]), [item.completed for item in files])
+    files, unique_rows = _ledger_files(state), np.unique(rows)
+    matches = [item.pending.take(item.rows.find(unique_rows)) for item in files] if len(unique_rows) else []
+    return _open_entries(pa.concat_tables([NO_ENTRIES, *matches]), [item.completed for item in files])
 
 
 def rows_before(state: StagingState, single: Rows, completed: Rows, joining: Collection[str]) -> Rows:
@@ -344,7 +352,7 @@ def rows_at(state: StagingState, places: Collection[tuple[str, int, int]]) -> Ro
     offsets = pa.array(sorted({offset for _, _, offset in places}), pa.int64())
     rows: list[int] = []
     for item in _ledger_files(state) if places else ():
-        near = item.pending.filter(pc.is_in(item.pending["first"], offsets)).to_pylist()
-        known = [entry for entry in near if entry["row"] is not None]
-        rows += [entry["row"] for entry in known if (entry["topic"], entry["partition"], entry["first"]) in places]
+        candidates = item.pending.filter(pc.is_in(item.pending["first"], offsets)).to_pylist()
+        entries = [entry for entry in candidates if entry["row"] is not None]
+        rows += [entry["row"] for entry in entries if (entry["topic"], entry["partition"], entry["first"]) in places]
     return np.array(rows, np.int64)

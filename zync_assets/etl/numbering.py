@@ -53,9 +53,9 @@ class Numbering:
     def columns(self, rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
         """The columns of a rule's outputs (``rules.kind.Columns``)."""
         # Notes the columns here, because ``frame.columns`` takes as long as the analysis of the whole batch.
-        made = assignment.columns(rule, target)
-        self._present[rule.out].update(name for name, _ in made)
-        return made
+        columns = assignment.columns(rule, target)
+        self._present[rule.out].update(name for name, _ in columns)
+        return columns
 
     def results(self, rows: ResultRows, hold: Hold) -> Results:
         """Run the queries. ``hold``: the decision that the rows follow."""
@@ -66,12 +66,12 @@ class Numbering:
             [frame] = rows.frames
             self._present |= {topic: {*frame.frame.columns} for topic in counts}
         # An output that the file has no more keeps its place in the account.
-        known = {
+        staged_types = {
             topic: types[topic]
             for topic in counts
             if topic in types and self._present[topic].issuperset(types[topic].columns)
         }
-        self.partitions, self.kept = topic_partitions(pipeline, plan.head, known, transform.labels, counts)
+        self.partitions, self.kept = topic_partitions(pipeline, plan.head, staged_types, transform.labels, counts)
         limits, parts = transform.limits, transform.ordering.parts
         bounds = transform.bounds if plan.recomputed is None else rebuild_bounds(transform, parts)
         queries = [self._query(at, frame, bounds, limits, hold) for at, frame in enumerate(rows.frames)]
@@ -79,8 +79,10 @@ class Numbering:
         def records() -> DataFrame:
             # The rows of all queries.
             topics = [topic for query in queries for topic in query.writer.topics]
-            wanted = [*_ABOUT, *self._row(topics), *_ORDER]
-            return positions.arranged(rows.frame, parts, bounds, wanted, [], ties=["follows", *_turns(*rows.frames)])
+            row_columns = [*_ABOUT, *self._row(topics), *_ORDER]
+            return positions.arranged(
+                rows.frame, parts, bounds, row_columns, [], ties=["follows", *_turns(*rows.frames)]
+            )
 
         small, measured = transform.small, _has_large_records(transform)
         return Results(transform.spark, queries, small=small, measured=measured, records=records)
@@ -106,20 +108,20 @@ class Numbering:
         rows = with_partition_columns(frame.frame, transform.pipeline, partitions, labels, present)
         types = {topic: kind for topic, kind in transform.types.items() if topic in frame.outputs}
         suspect = suspect_sql(transform.pipeline, labels, types, present, limits)
-        wanted = row_sql(topics, labels, suspect, transform.pipeline.unavailable_value, lacking=LACKING in present)
-        wanted += frame.optional
-        held, small = bool(transform.held), transform.small
-        if held:
-            wanted += [*self._row(topics), *(_ORDER if small else ())]
+        columns = row_sql(topics, labels, suspect, transform.pipeline.unavailable_value, lacking=LACKING in present)
+        columns += frame.optional
+        has_held, small = bool(transform.held), transform.small
+        if has_held:
+            columns += [*self._row(topics), *(_ORDER if small else ())]
         # A single bucket has no earlier buckets to count. Spark takes milliseconds to make each topic's column.
-        numbered = partitions if bounds else {}
-        outs = [Numbered(labels.of_topic(name), item.count, item.column()) for name, item in numbered.items()]
-        ties: list[str | Column] = ["follows"] if held and hold is not NO_HOLD else []
-        unused = [*([] if small else _ORDER), *([] if ties else ["follows"])] if held else ()
+        numbered_topics = partitions if bounds else {}
+        outs = [Numbered(labels.of_topic(name), item.count, item.column()) for name, item in numbered_topics.items()]
+        ties: list[str | Column] = ["follows"] if has_held and hold is not NO_HOLD else []
+        unused = [*([] if small else _ORDER), *([] if ties else ["follows"])] if has_held else ()
         ties += [*_turns(frame), *(["number"] if "number" in frame.optional else [])]
         parts = transform.ordering.parts
         arranged = positions.arranged(
-            rows, parts, bounds, wanted, outs, together=small, query=at, ties=ties, unused=unused
+            rows, parts, bounds, columns, outs, together=small, query=at, ties=ties, unused=unused
         )
         settles = small and hold is NO_HOLD
         return ResultQuery(arranged, BucketWriter(self.uri, topics, labels, held=transform.held, settles=settles))
@@ -155,6 +157,6 @@ def _has_large_records(transform: Transform) -> bool:
     """
     plan = transform.plan
     topics = {topic for (_, topic), count in plan.head.waiting.items() if count}
-    old = (raw.raw_files(state) for topic, state in plan.raw.items() if state is not None and topic in topics)
-    files = [item for each in (*transform.files.values(), *old) for item in each]
+    old_files = (raw.raw_files(state) for topic, state in plan.raw.items() if state is not None and topic in topics)
+    files = [item for topic_files in (*transform.files.values(), *old_files) for item in topic_files]
     return BATCH_BYTES in transform.pipeline.spark or any(item.size > MEASURED * item.records for item in files)

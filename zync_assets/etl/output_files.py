@@ -84,54 +84,58 @@ class BucketWriter:
         tune_worker()
         files: dict[tuple[int, int], OutputFile] = {}
         starts: list[int] | None = None
-        counted: list[Count] = []
+        counts: list[Count] = []
         encoding_failures: list[EncodingFailure] = []
         nullable: set[tuple[str, FieldPath]] = set()
         times: list[RowTimes] = []
-        settled: Settled | None = None
+        settlement: Settled | None = None
         try:
-            for before, batch, is_whole in _gathered(batches):
-                starts = batch["starts"][0].as_py() if not before else starts
+            for rows_before, batch, is_whole in _larger_batches(batches):
+                starts = batch["starts"][0].as_py() if not rows_before else starts
                 sources = account.Sources(batch)
-                each, records = self.held.report(sources, batch, before)
-                times.append(each)
-                made = list(self._outputs(batch))
-                for at, outputs in made:
+                batch_times, records = self.held.report(sources, batch, rows_before)
+                times.append(batch_times)
+                topic_outputs = list(self._outputs(batch))
+                for at, outputs in topic_outputs:
                     # More of them end the batch, and none is looked at further.
                     if len(encoding_failures) <= MOST_FAILURES:
                         encoding_failures += _encoding_failures(self.topics[at], outputs, self.labels)
                     nullable |= {(self.topics[at].topic, path) for path in _null_fields(self.topics[at], outputs)}
-                decided = is_whole and self.settles and records is not None
-                settled = self.held.settled(batch, each, records, self.labels) if decided else None
-                if settled is not None and settled.changed:
-                    sources, made = account.Sources(settled.rows), list(self._outputs(settled.rows))
-                counted += account.counts(sources)
+                is_decided = is_whole and self.settles and records is not None
+                settlement = self.held.settled(batch, batch_times, records, self.labels) if is_decided else None
+                if settlement is not None and settlement.changed:
+                    sources, topic_outputs = account.Sources(settlement.rows), list(self._outputs(settlement.rows))
+                counts += account.counts(sources)
                 entries = account.entries(sources, self.labels)
                 if len(entries) or records is not None:
                     yield _result(None, entries, records)
-                for at, partition, outputs in self._shared(made):
-                    file = files[at, partition] = files.get((at, partition)) or self._begun(at, partition, starts)
+                for at, partition, outputs in self._by_partition(topic_outputs):
+                    file = files[at, partition] = files.get((at, partition)) or self._new_file(at, partition, starts)
                     file.add(outputs)
                     if file.waiting >= self.group or file.size >= GROUP_BYTES // max(len(self.topics), len(files)):
                         file.write_group()
-            done, sums = [file.closed() for file in files.values()], account.summed(counted)
-            null, is_settled = frozenset(nullable), settled is not None
-            found: object = Written(done, sums, encoding_failures, null, source_rows.joined(times), is_settled)
+            closed_files, sums = [file.closed() for file in files.values()], account.summed(counts)
+            null, is_settled = frozenset(nullable), settlement is not None
+            outcome: object = Written(
+                closed_files, sums, encoding_failures, null, source_rows.joined(times), is_settled
+            )
         except ZyncError as error:
-            found = error
-        yield _result(found, None, None)
+            outcome = error
+        yield _result(outcome, None, None)
 
-    def _begun(self, at: int, partition: int, starts: Sequence[int] | None) -> OutputFile:
+    def _new_file(self, at: int, partition: int, starts: Sequence[int] | None) -> OutputFile:
         """The file of a topic's outputs in a partition. ``starts``: see ``positions.arranged``."""
         staged = self.topics[at]
         path = f"{staged.folder}/part-{uuid.uuid4().hex}.parquet"
-        before = sum(len(other.next) for other in self.topics[:at])
-        first = staged.next[partition] + (0 if starts is None else starts[before + partition])
+        first_number = sum(len(earlier_topic.next) for earlier_topic in self.topics[:at])
+        first = staged.next[partition] + (0 if starts is None else starts[first_number + partition])
         return OutputFile(self.uri, path, staged, self.labels, first, partition)
 
-    def _shared(self, made: Iterable[tuple[int, pa.RecordBatch]]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+    def _by_partition(
+        self, topic_outputs: Iterable[tuple[int, pa.RecordBatch]]
+    ) -> Iterator[tuple[int, int, pa.RecordBatch]]:
         """The outputs of each topic by partition, in order within each."""
-        for at, outputs in made:
+        for at, outputs in topic_outputs:
             if len(self.topics[at].next) == 1:
                 yield at, 0, outputs
                 continue
@@ -146,36 +150,36 @@ class BucketWriter:
             sides = pa.RecordBatch.from_struct_array(batch[f"out{at}"].flatten())
             if not len(sides):
                 continue
-            own = about if len(sides) == len(batch) else about.filter(pc.is_valid(batch[f"out{at}"]))
+            outputs = about if len(sides) == len(batch) else about.filter(pc.is_valid(batch[f"out{at}"]))
             for name, column in zip(staged.columns_made, sides.columns, strict=True):
-                own = own.append_column(name, column)
-            yield at, own
+                outputs = outputs.append_column(name, column)
+            yield at, outputs
 
 
-def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch, bool]]:
+def _larger_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch, bool]]:
     """The same rows in larger batches, each with the number of rows before, and whether there are no other rows."""
-    held: list[pa.RecordBatch] = []
-    before = rows = size = 0
+    gathered_batches: list[pa.RecordBatch] = []
+    rows_before = rows = size = 0
     for batch in batches:
-        held.append(batch)
+        gathered_batches.append(batch)
         # Not `nbytes`, which looks into arrays: an empty one of Spark's within a list has no offsets to look at.
         rows, size = rows + len(batch), size + batch.get_total_buffer_size()
         if rows >= _LOOKED_AT or size >= _LOOKED_AT_BYTES:
-            yield before, pa.concat_batches(held), False
-            held, before, rows, size = [], before + rows, 0, 0
+            yield rows_before, pa.concat_batches(gathered_batches), False
+            gathered_batches, rows_before, rows, size = [], rows_before + rows, 0, 0
     if rows:
-        yield before, pa.concat_batches(held), not before
+        yield rows_before, pa.concat_batches(gathered_batches), not rows_before
 
 
 def _encoding_failures(staged: TopicOutputs, outputs: pa.RecordBatch, labels: Labels) -> Iterator[EncodingFailure]:
     errors = text_problems(outputs, staged.columns)
-    marked = outputs["suspect"].to_numpy(zero_copy_only=False).copy()
-    marked[list(errors)] = False
-    if marked.any():
-        places = np.flatnonzero(marked)
+    is_suspect = outputs["suspect"].to_numpy(zero_copy_only=False).copy()
+    is_suspect[list(errors)] = False
+    if is_suspect.any():
+        places = np.flatnonzero(is_suspect)
         rows = staged.rows(outputs.take(pa.array(places)), 0, labels)
-        found = encoding_errors(staged.topic, staged.texts, staged.limit, rows)
-        errors |= {int(places[index]): text for index, text in found.items()}
+        error_by_index = encoding_errors(staged.topic, staged.texts, staged.limit, rows)
+        errors |= {int(places[index]): text for index, text in error_by_index.items()}
     for index, text in sorted(errors.items()):
         row = outputs.slice(index, 1).select(["source", "last", "rule"]).to_pylist()[0]
         yield EncodingFailure(staged.topic, **row["source"][row["last"]], rule=row["rule"], text=text)
@@ -193,9 +197,11 @@ _RESULT = f"found binary, entries binary, {_RECORDS}"
 records of held outputs (``HeldRules.records``)."""
 
 
-def _result(found: object, entries: pa.RecordBatch | None, records: pa.RecordBatch | None) -> pa.RecordBatch:
-    row = [None if each is None else pickle.dumps(each) for each in (found, entries, records)]
-    return pa.RecordBatch.from_arrays([pa.array([each], pa.binary()) for each in row], ["found", "entries", "records"])
+def _result(outcome: object, entries: pa.RecordBatch | None, records: pa.RecordBatch | None) -> pa.RecordBatch:
+    row = [None if value is None else pickle.dumps(value) for value in (outcome, entries, records)]
+    return pa.RecordBatch.from_arrays(
+        [pa.array([value], pa.binary()) for value in row], ["found", "entries", "records"]
+    )
 
 
 @dataclass(frozen=True)
@@ -227,42 +233,44 @@ class Results:
         from pyspark import StorageLevel
 
         self._spark = spark
-        self._made = [query.rows.mapInArrow(query.writer.run, _RESULT) for query in queries]
-        self._kept = not small
+        self._frames = [query.rows.mapInArrow(query.writer.run, _RESULT) for query in queries]
+        self._is_cached = not small
         writer = queries[0].writer
         self._record_rows, self._record_task, self._cache = records, writer.held.record_task, StorageLevel.DISK_ONLY
         self._records: DataFrame | None = None
-        if self._kept:
+        if self._is_cached:
             # Which of the entries are needed, and where, is known when all is counted.
-            self._made = [frame.persist(StorageLevel.DISK_ONLY) for frame in self._made]
-        wanted = self._made if small else [frame.where("found IS NOT NULL").select("found") for frame in self._made]
+            self._frames = [frame.persist(StorageLevel.DISK_ONLY) for frame in self._frames]
+        fetched_frames = (
+            self._frames if small else [frame.where("found IS NOT NULL").select("found") for frame in self._frames]
+        )
         try:
             with nullcontext() if measured else unmeasured(spark):
-                fetched = _collected(spark, wanted)
-            tasks = [_written(row["found"]) for row in fetched if row["found"] is not None]
+                fetched = _collect_rows(spark, fetched_frames)
+            tasks = [_task_results(row["found"]) for row in fetched if row["found"] is not None]
         except BaseException:
             self.release()
             raise
-        self.files = sorted((file for each in tasks for file in each.files), key=_place)
+        self.files = sorted((file for task in tasks for file in task.files), key=_place)
         """By topic and partition, in order of offsets."""
-        counted = account.summed(count for each in tasks for count in each.counts)
-        self.facts = [account.fact(count, writer.labels) for count in counted]
-        self.encoding_failures = [one for each in tasks for one in each.encoding_failures]
-        self.nullable = frozenset(one for each in tasks for one in each.nullable)
-        self.times = source_rows.joined([each.times for each in tasks])
+        counts = account.summed(count for task in tasks for count in task.counts)
+        self.facts = [account.fact(count, writer.labels) for count in counts]
+        self.encoding_failures = [item for task in tasks for item in task.encoding_failures]
+        self.nullable = frozenset(item for task in tasks for item in task.nullable)
+        self.times = source_rows.joined([task.times for task in tasks])
         """The source rows of the results."""
-        self.settled = len(tasks) == len(queries) and all(each.settled for each in tasks)
+        self.settled = len(tasks) == len(queries) and all(task.settled for task in tasks)
         """Whether the results follow the decision on these source rows, as far as the batch alone tells."""
         self._fetched = fetched if small else None
-        self._entries = _unpacked(fetched, "entries", ENTRIES) if small else None
+        self._entries = _entry_table(fetched, "entries", ENTRIES) if small else None
 
     def few_entries(self) -> pa.Table:
         """The rows of ``account.ENTRIES``, fetched to the driver."""
         if self._entries is not None:
             return self._entries
-        rows = _collected(self._spark, self._made)
+        rows = _collect_rows(self._spark, self._frames)
         _raise_errors(row["found"] for row in rows)
-        return _unpacked(rows, "entries", ENTRIES)
+        return _entry_table(rows, "entries", ENTRIES)
 
     def held_records(self, rows: source_rows.Rows, hashes: source_rows.Rows) -> pa.Table:
         """The rows of ``HeldRules.records`` about source rows and join hashes, fetched to the driver."""
@@ -279,15 +287,15 @@ class Results:
         if self._entries is not None:
             # The entries of the query that ran. A second run of the query would write its files again.
             return arrow_frame(self._spark, self._entries)
-        return union(frame.mapInArrow(_entry_rows, spark_schema(ENTRIES)) for frame in self._made)
+        return union(frame.mapInArrow(_entry_rows, spark_schema(ENTRIES)) for frame in self._frames)
 
     def release(self) -> None:
-        for frame in (*(self._made if self._kept else ()), *([] if self._records is None else [self._records])):
+        for frame in (*(self._frames if self._is_cached else ()), *([] if self._records is None else [self._records])):
             with ignore_release_errors():
                 frame.unpersist()
 
 
-def _collected(spark: SparkSession, frames: Sequence[DataFrame]) -> list[Row]:
+def _collect_rows(spark: SparkSession, frames: Sequence[DataFrame]) -> list[Row]:
     """The rows of all frames. Several queries run at the same time: one is planned while another one's task runs."""
     if len(frames) == 1:
         return frames[0].collect()
@@ -299,28 +307,28 @@ def _place(file: DataFile) -> tuple[str, int, int]:
     return file.group or "", file.partition or 0, file.first or 0
 
 
-def _written(packed: bytearray) -> Written:
+def _task_results(pickled: bytearray) -> Written:
     """The unpickled results of a task. Raises the error of a failed task."""
-    found = pickle.loads(bytes(packed))
-    if isinstance(found, ZyncError):
-        raise found
-    return found
+    outcome = pickle.loads(bytes(pickled))
+    if isinstance(outcome, ZyncError):
+        raise outcome
+    return outcome
 
 
-def _unpacked(rows: Iterable[Row], name: str, schema: pa.Schema | None = None) -> pa.Table:
+def _entry_table(rows: Iterable[Row], name: str, schema: pa.Schema | None = None) -> pa.Table:
     return pa.Table.from_batches([pickle.loads(bytes(row[name])) for row in rows if row[name] is not None], schema)
 
 
 def _entry_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     tune_worker()
     for batch in batches:
-        found, entries, _ = (column.to_pylist() for column in batch.columns)
-        _raise_errors(found)
-        yield from (pickle.loads(packed) for packed in entries if packed is not None)
+        outcomes, entries, _ = (column.to_pylist() for column in batch.columns)
+        _raise_errors(outcomes)
+        yield from (pickle.loads(pickled) for pickled in entries if pickled is not None)
 
 
-def _raise_errors(found: Iterable[bytearray | None]) -> None:
+def _raise_errors(outcomes: Iterable[bytearray | None]) -> None:
     """Raise the error of a task that Spark recomputed for an evicted cache block. Such a task has too few entries."""
-    for packed in found:
-        if packed is not None:
-            _written(packed)
+    for pickled in outcomes:
+        if pickled is not None:
+            _task_results(pickled)

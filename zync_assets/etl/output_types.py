@@ -93,13 +93,13 @@ def output_types(
 
     EtlError if two rules disagree or an expression can't be resolved.
     """
-    written: dict[str, str] = {}
+    spellings: dict[str, str] = {}
     for item in pipeline.outputs_of(pool):
-        other = written.setdefault(item.topic.lower(), item.topic)
-        if other != item.topic:
+        first_spelling = spellings.setdefault(item.topic.lower(), item.topic)
+        if first_spelling != item.topic:
             raise EtlError(
-                f"pool {pool}: topics {other} and {item.topic} differ in case alone, and so would their columns. Give one of"
-                " them another pool."
+                f"pool {pool}: topics {first_spelling} and {item.topic} differ in case alone, and so would their columns."
+                " Give one of them another pool."
             )
     return {
         item.topic: _output_type(pipeline, item, state, frames, tables, lacks) for item in pipeline.outputs_of(pool)
@@ -117,12 +117,12 @@ def _output_type(
     from pyspark.sql.pandas.types import to_arrow_type
 
     rules = {rule.name: rule for rule in pipeline.rules if rule.out == item.topic}
-    made: dict[str, tuple[DataType, DataType]] = {}
+    kinds_by_rule: dict[str, tuple[DataType, DataType]] = {}
     unknown: dict[str, str] = {}
     for name, rule in rules.items():
         try:
-            if (found := _rule_types(rule, frames, state)) is not None:
-                made[name] = uncollated(found[0]), uncollated(found[1])
+            if (key_and_value := _rule_types(rule, frames, state)) is not None:
+                kinds_by_rule[name] = uncollated(key_and_value[0]), uncollated(key_and_value[1])
         except EtlError as error:
             if assignment.has_schema(frames[rule.topics[0]]):
                 raise
@@ -135,14 +135,14 @@ def _output_type(
     untyped: dict[str, str] = {}
     while True:
         whole = [
-            _side_type(item.topic, side, known, {name: kinds[index] for name, kinds in made.items()})
-            for index, (side, known) in enumerate(zip(("key", "value"), table, strict=True))
+            _side_type(item.topic, side, table_kind, {name: kinds[index] for name, kinds in kinds_by_rule.items()})
+            for index, (side, table_kind) in enumerate(zip(("key", "value"), table, strict=True))
         ]
-        own = {
-            name: [own_type(kind, all_) for kind, all_ in zip(kinds, whole, strict=True)]
-            for name, kinds in made.items()
+        own_kinds = {
+            name: [own_type(kind, whole_kind) for kind, whole_kind in zip(kinds, whole, strict=True)]
+            for name, kinds in kinds_by_rule.items()
         }
-        wrong = {name: path for name, kinds in own.items() if (path := _untyped_field(kinds, whole)) is not None}
+        wrong = {name: path for name, kinds in own_kinds.items() if (path := _untyped_field(kinds, whole)) is not None}
         if not wrong:
             break
         for name, path in wrong.items():
@@ -150,8 +150,8 @@ def _output_type(
                 f"rule {name}, {path}: NULL has no type, and no other rule gives the field one."
                 " Write CAST(NULL AS <type>)."
             )
-            del made[name]
-    if untyped and len(made) + len(untyped) == len(rules):
+            del kinds_by_rule[name]
+    if untyped and len(kinds_by_rule) + len(untyped) == len(rules):
         raise EtlError(next(iter(untyped.values())))
     columns = {
         column: to_arrow_type(kind) for column, kind in zip(names, whole, strict=True) if kind.simpleString() != "void"
@@ -161,12 +161,14 @@ def _output_type(
         columns[staging.HEADERS_COLUMN] = HEADERS_TYPE
     targets: dict[str, OutputColumns] = {}
     earlier = _Earlier.of(item.topic, state)
-    unresolved = [rule for name, rule in rules.items() if name not in made]
-    texts = _schema_texts(item, {name: (rules[name], own[name]) for name in made}, earlier, tables, unresolved)
-    for name, kinds in made.items():
+    unresolved = [rule for name, rule in rules.items() if name not in kinds_by_rule]
+    texts = _schema_texts(
+        item, {name: (rules[name], own_kinds[name]) for name in kinds_by_rule}, earlier, tables, unresolved
+    )
+    for name, kinds in kinds_by_rule.items():
         sides = [
-            None if column not in columns else (column, kind, all_)
-            for column, kind, all_ in zip(names, kinds, whole, strict=True)
+            None if column not in columns else (column, kind, whole_kind)
+            for column, kind, whole_kind in zip(names, kinds, whole, strict=True)
         ]
         shape = rules[name].value
         lacking = lacking_sql(shape, _tables_of(rules[name], tables)) if lacks else []
@@ -179,30 +181,30 @@ def _output_type(
 def questions(rules: Iterable[Rule], frames: Mapping[str, DataFrame]) -> list[Question]:
     """The expressions whose types a batch needs (``shapes.learn_types``), of rules whose topics have a schema. ``frames``: input
     topic → records."""
-    found: list[Question] = []
+    expressions: list[Question] = []
     for rule in rules:
         # Expressions of rules with tables name rows.
         if rule.tables or not all(topic in frames and assignment.has_schema(frames[topic]) for topic in rule.topics):
             continue
         sides = {side.name: frames[side.topic] for side in rule.sides}
         for side in rule.sides:
-            found += [({side.name: sides[side.name]}, f"({sql})") for sql in side.keys]
-            found += [({"": sides[side.name]}, f"({side.where})")] if side.where is not None else []
+            expressions += [({side.name: sides[side.name]}, f"({sql})") for sql in side.keys]
+            expressions += [({"": sides[side.name]}, f"({side.where})")] if side.where is not None else []
         if rule.group is None and rule.explode is None:
-            found += [(sides, shape_sql(rule.key)), (sides, shape_sql(rule.value))]
-            found += [(sides, f"({rule.keep})")] if rule.keep is not None else []
-    return found
+            expressions += [(sides, shape_sql(rule.key)), (sides, shape_sql(rule.value))]
+            expressions += [(sides, f"({rule.keep})")] if rule.keep is not None else []
+    return expressions
 
 
 def _side_type(topic: str, side: str, table: DataType | None, rules: Mapping[str, DataType]) -> DataType:
     return unify([(f"rule {name}", kind) for name, kind in rules.items()], topic, side, table)
 
 
-def _untyped_field(own: Sequence[DataType], whole: Sequence[DataType]) -> str | None:
+def _untyped_field(kinds: Sequence[DataType], whole: Sequence[DataType]) -> str | None:
     """The first field that has no type; a whole side may have none, where no rule gives it one."""
-    for side, kind, all_ in zip(("key", "value"), own, whole, strict=True):
+    for side, kind, whole_kind in zip(("key", "value"), kinds, whole, strict=True):
         for path in void_fields(kind, side):
-            if path != side or all_.simpleString() != "void":
+            if path != side or whole_kind.simpleString() != "void":
                 return path
     return None
 
@@ -222,11 +224,11 @@ def _rule_types(
         # Loads an SQL parser, which Spark's workers do without.
         from zync_assets.etl.views.query import rule_types
 
-        found = rule_types(rule, frames, state)
-        if found is None:
+        kinds = rule_types(rule, frames, state)
+        if kinds is None:
             return None
-        _check_names(rule, *found[:2])
-        return found[:2]
+        _check_names(rule, *kinds[:2])
+        return kinds[:2]
     if len(rule.sides) > 1 and not all(assignment.has_schema(frames[topic]) for topic in rule.topics):
         return None
     sides = {side.name: frames[side.topic] for side in rule.sides}
@@ -293,21 +295,23 @@ class _Earlier:
 
     @classmethod
     def of(cls, topic: str, state: StagingState | None) -> _Earlier:
-        found = [json.loads(text) for of, text in state.head.schemas.values() if of == topic] if state else []
-        sides = {side: [each[side]["schema"] for each in found if each[side]["schema"]] for side in ("key", "value")}
+        schemas = [json.loads(text) for name, text in state.head.schemas.values() if name == topic] if state else []
+        sides = {
+            side: [schema[side]["schema"] for schema in schemas if schema[side]["schema"]] for side in ("key", "value")
+        }
         return cls(sides, state.head.nullable.get(topic, ()) if state else ())
 
     def required(self, side: str) -> set[FieldPath] | None:
         """The fields that every schema of a side requires; None for a side without a schema."""
         if not self.sides[side]:
             return None
-        found = set[FieldPath].intersection(*(set(required_fields(schema)) for schema in self.sides[side]))
-        return found - set(self.nullable) if side == "value" else found
+        paths = set[FieldPath].intersection(*(set(required_fields(schema)) for schema in self.sides[side]))
+        return paths - set(self.nullable) if side == "value" else paths
 
     def forms(self, side: str) -> dict[str, str]:
         """The form of each field. Schemas have no order: of two forms, long and record are before string."""
-        found = {pair for schema in self.sides[side] for pair in written_forms(schema, side.capitalize())}
-        return dict(sorted(found, reverse=True))
+        pairs = {pair for schema in self.sides[side] for pair in written_forms(schema, side.capitalize())}
+        return dict(sorted(pairs, reverse=True))
 
     def key(self, kind: pa.DataType, notes: Mapping[FieldPath, Note]) -> Any:
         """A schema that keys of this type have had: they must go on having the same bytes. None if there is none, or one
@@ -336,15 +340,15 @@ def _schema_texts(
             {
                 tuple(map(original_name, path)): note
                 for path, note in shape_notes(
-                    shape, to_arrow_type(own[index]), _tables_of(rule, tables), certain=side == "key"
+                    shape, to_arrow_type(kinds[index]), _tables_of(rule, tables), certain=side == "key"
                 ).items()
             }
-            for rule, own in rules.values()
-            if (shape := getattr(rule, side)) is not None and own[index].simpleString() != "void"
+            for rule, kinds in rules.values()
+            if (shape := getattr(rule, side)) is not None and kinds[index].simpleString() != "void"
         ]
         whole = all(getattr(rule, side) is None for rule in unresolved)
         notes[side] = topic_notes(parts, earlier.required(side), whole=whole)
-    return {name: _schema_text(item, rule, own, earlier, notes) for name, (rule, own) in rules.items()}
+    return {name: _schema_text(item, rule, kinds, earlier, notes) for name, (rule, kinds) in rules.items()}
 
 
 def _tables_of(rule: Rule, tables: Mapping[str, pa.Schema]) -> dict[str, pa.Schema]:
@@ -358,40 +362,44 @@ def _tables_of(rule: Rule, tables: Mapping[str, pa.Schema]) -> dict[str, pa.Sche
 def _schema_text(
     item: Output,
     rule: Rule,
-    own: list[DataType],
+    kinds: list[DataType],
     earlier: _Earlier,
     notes: Mapping[str, Mapping[FieldPath, Note]],
 ) -> str:
     from pyspark.sql.pandas.types import to_arrow_type
 
     sides: dict[str, Any] = {}
-    for side, shape, kind, asked in zip(
-        ("key", "value"), (rule.key, rule.value), own, (item.key, item.value), strict=True
+    for side, shape, kind, codec in zip(
+        ("key", "value"), (rule.key, rule.value), kinds, (item.key, item.value), strict=True
     ):
-        schema, renamed = None, False
+        schema, is_renamed = None, False
         if shape is not None and kind.simpleString() != "void":
             space = item.namespace or namespace(item.topic)
-            staged = to_arrow_type(kind)
-            plain = topic_type_of(staged)
-            noted = asked.format in ("avro", "connect-json")
+            staged_type = to_arrow_type(kind)
+            plain = topic_type_of(staged_type)
+            has_notes = codec.format in ("avro", "connect-json")
             outer = Outer(
-                noted, notes[side].get((), PLAIN), earlier.forms(side), asked.format == "avro", asked.format != "avro"
+                has_notes,
+                notes[side].get((), PLAIN),
+                earlier.forms(side),
+                codec.format == "avro",
+                codec.format != "avro",
             )
             try:
-                check_fits(asked.format, plain)
+                check_fits(codec.format, plain)
                 schema = earlier.key(plain, notes[side]) if side == "key" else None
                 if schema is None:
                     schema = json.loads(avro_schema(with_notes(plain, notes[side]), side.capitalize(), space, outer))
-                renamed = plain != staged
+                is_renamed = plain != staged_type
             except SchemaError as error:
                 raise SchemaError(f"topic {item.topic}, rule {rule.name}, {side}: {error}") from None
-        sides[side] = {"format": asked.format, "schema": schema}
+        sides[side] = {"format": codec.format, "schema": schema}
         strategy = item.key_subject if side == "key" else item.value_subject
-        if schema is not None and asked.format == "avro" and strategy != "topic":
+        if schema is not None and codec.format == "avro" and strategy != "topic":
             # Now, not when it is published: what is staged can't be changed any more.
             subject_name(strategy, item.topic, side, json.dumps(schema))
-            sides[side] = {"format": asked.format, "schema": schema, "subject": strategy}
-        if renamed:
+            sides[side] = {"format": codec.format, "schema": schema, "subject": strategy}
+        if is_renamed:
             sides[side] = {**sides[side], "renamed": True}
     if item.provenance:
         sides["provenance"] = True

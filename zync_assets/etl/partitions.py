@@ -63,18 +63,18 @@ class Partitions:
 
     def of_keys(self, keys: pa.Array, rules: pa.Array) -> np.ndarray:
         """The partition of each key. ``rules``: the index of each key's rule. A key that can't be encoded is for partition 0."""
-        found = np.zeros(len(keys), np.int32)
+        partitions = np.zeros(len(keys), np.int32)
         if self.key_type is None:
-            return found
+            return partitions
         if keys.type != self.key_type:
             keys = keys.cast(self.key_type)
         for side in {side for side in self.keys if side is not None}:
-            own = pa.array([index for index, other in enumerate(self.keys) if other == side], rules.type)
-            places = np.flatnonzero(pc.is_in(rules, own).to_numpy(zero_copy_only=False))
+            rule_indexes = pa.array([index for index, key_side in enumerate(self.keys) if key_side == side], rules.type)
+            places = np.flatnonzero(pc.is_in(rules, rule_indexes).to_numpy(zero_copy_only=False))
             if len(places):
-                some = keys if len(places) == len(keys) else keys.take(pa.array(places))
-                found[places] = key_partitions(encode_values(side, some).payloads, self.count)
-        return found
+                side_keys = keys if len(places) == len(keys) else keys.take(pa.array(places))
+                partitions[places] = key_partitions(encode_values(side, side_keys).payloads, self.count)
+        return partitions
 
     def column(self) -> Column | None:
         """The partition of a result row of the topic as a column of Spark; None for a topic with one partition."""
@@ -91,8 +91,8 @@ class Partitions:
         def partitions(keys: pa.Array, rules: pa.Array) -> pa.Array:
             return pa.array(of_keys(keys, rules), pa.int32())
 
-        made: Callable[..., Column] = F.arrow_udf(partitions, "int")  # type: ignore[assignment]
-        return made(F.col(name_sql(key_column(self.topic))), F.col("rule"))
+        partition_udf: Callable[..., Column] = F.arrow_udf(partitions, "int")  # type: ignore[assignment]
+        return partition_udf(F.col(name_sql(key_column(self.topic))), F.col("rule"))
 
     @property
     def sql(self) -> str | None:
@@ -124,30 +124,30 @@ def topic_partitions(
 
     Registers the Avro schema of the first keys. EtlError if keys would change their partitions. Raises RegistryError.
     """
-    found: dict[str, Partitions] = {}
-    kept: dict[str, Partitioning] = {}
+    partitions: dict[str, Partitions] = {}
+    partitionings: dict[str, Partitioning] = {}
     for topic, kind in types.items():
         count = counts.get(topic, 1)
-        found[topic] = Partitions(topic, count)
+        partitions[topic] = Partitions(topic, count)
         if count == 1:
             continue
-        item, before = pipeline.output(topic), head.partitionings.get(topic)
+        item, previous = pipeline.output(topic), head.partitionings.get(topic)
         if item.partition_by is not None:
-            kept[topic] = Partitioning(f"partition-by: {' '.join(item.partition_by.split())}", None)
-            found[topic] = replace(found[topic], by=by_in_lake_names(item.partition_by, kind))
-            _check(topic, before, kept[topic].text, f"partition-by: {item.partition_by}")
+            partitionings[topic] = Partitioning(f"partition-by: {' '.join(item.partition_by.split())}", None)
+            partitions[topic] = replace(partitions[topic], by=by_in_lake_names(item.partition_by, kind))
+            _check(topic, previous, partitionings[topic].text, f"partition-by: {item.partition_by}")
             continue
         sides = {rule: side for rule, text in kind.texts.items() if (side := row_schema(topic, text).key).schema}
         for rule, side in sides.items():
             text = _text(side)
-            _check(topic, before or kept.get(topic), text, f"rule {rule}")
-            if topic not in kept:
-                kept[topic] = before or Partitioning(text, _schema_id(pipeline, topic, side))
-        known = kept[topic].id if topic in kept else None
+            _check(topic, previous or partitionings.get(topic), text, f"rule {rule}")
+            if topic not in partitionings:
+                partitionings[topic] = previous or Partitioning(text, _schema_id(pipeline, topic, side))
+        schema_id = partitionings[topic].id if topic in partitionings else None
         keys = [sides.get(rule) for rule in labels.rules]
-        keys = [None if side is None else replace(side, schema_id=known, subject="") for side in keys]
-        found[topic] = replace(found[topic], keys=keys, key_type=kind.columns.get(key_column(topic)))
-    return found, kept
+        keys = [None if side is None else replace(side, schema_id=schema_id, subject="") for side in keys]
+        partitions[topic] = replace(partitions[topic], keys=keys, key_type=kind.columns.get(key_column(topic)))
+    return partitions, partitionings
 
 
 def _text(side: SideSchema) -> str:
@@ -204,8 +204,10 @@ def with_partition_columns(
     for topic, partitions in topics.items():
         if partitions.by is None:
             continue
-        sides, made = _sides(topic, present), by_sql(partitions.by, partitions.count)
-        case = f"CASE WHEN kind = 'out' AND rule IN ({labels.of_topic(topic)}) THEN {made} END AS {partitions.sql}"
+        sides, number_sql = _sides(topic, present), by_sql(partitions.by, partitions.count)
+        case = (
+            f"CASE WHEN kind = 'out' AND rule IN ({labels.of_topic(topic)}) THEN {number_sql} END AS {partitions.sql}"
+        )
         try:
             frame = frame.selectExpr("*", *sides).selectExpr("* EXCEPT (key, value)", case)
         except AnalysisException as error:
@@ -230,16 +232,16 @@ def by_sql(by: str, count: int) -> str:
 
 def failing_partitions(frame: DataFrame, topics: Mapping[str, Partitions], labels: Labels) -> list[DataFrame]:
     """The result rows whose ``partition-by`` fails. With the settings of a search."""
-    found: list[DataFrame] = []
+    failing_rows: list[DataFrame] = []
     for topic, partitions in topics.items():
         if partitions.by is not None:
-            mine = frame.where(f"kind = 'out' AND rule IN ({labels.of_topic(topic)})")
-            seen = mine.selectExpr("*", *_sides(topic, frame.columns))
-            found.append(seen.where(fails(by_sql(partitions.by, partitions.count))))
-    return found
+            topic_rows = frame.where(f"kind = 'out' AND rule IN ({labels.of_topic(topic)})")
+            side_rows = topic_rows.selectExpr("*", *_sides(topic, frame.columns))
+            failing_rows.append(side_rows.where(fails(by_sql(partitions.by, partitions.count))))
+    return failing_rows
 
 
 def partition_numbers(frame: DataFrame, partitions: Partitions) -> DataFrame:
     """The value of a topic's ``partition-by`` for result rows of the topic. The frame fails where the expression does."""
-    made = by_sql(partitions.by or "0", partitions.count)
-    return frame.selectExpr(*_sides(partitions.topic, frame.columns)).selectExpr(made)
+    number_sql = by_sql(partitions.by or "0", partitions.count)
+    return frame.selectExpr(*_sides(partitions.topic, frame.columns)).selectExpr(number_sql)

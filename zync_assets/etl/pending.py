@@ -51,7 +51,7 @@ class PendingRecords:
         self._few = False
         """Whether the places were found here, and need no release."""
 
-    def look_up(self, each: Iterable[RuleRecords], *, small: bool) -> None:
+    def look_up(self, rule_records: Iterable[RuleRecords], *, small: bool) -> None:
         """Find the pending records that match the batch's new records, for every rule.
 
         ``small``: the driver fetches the hashes of the new records.
@@ -60,21 +60,21 @@ class PendingRecords:
         if self._spans is not None:
             return
         hashes: list[DataFrame] = []
-        for new in each:
-            rule = new.rule
+        for records in rule_records:
+            rule = records.rule
             for side in (side for side in rule.sides if side.keys):
-                counted = plan.head.waiting.get((rule.name, side.topic), 0)
+                waiting_count = plan.head.waiting.get((rule.name, side.topic), 0)
                 # A reopened record is new for this batch, and is no longer pending.
-                if not counted or (rule.name, side.topic) in plan.reopening.sides:
+                if not waiting_count or (rule.name, side.topic) in plan.reopening.sides:
                     continue
                 names = f"{text_sql(rule.name)} AS rule", f"{text_sql(side.topic)} AS topic"
-                for other in rule.counterparts(side):
-                    if other.name in new.frames and plan.reads(other.topic):
-                        hashes.append(new.frames[other.name].selectExpr(*names, "hash"))
+                for counterpart in rule.counterparts(side):
+                    if counterpart.name in records.frames and plan.reads(counterpart.topic):
+                        hashes.append(records.frames[counterpart.name].selectExpr(*names, "hash"))
         if not hashes or plan.state is None:
             self._spans = {}
             return
-        if small and self._look_up_here(plan.state, union(hashes)):
+        if small and self._look_up_in_files(plan.state, union(hashes)):
             return
         entries = frames.ledger_frame(self.batch.spark, plan.state)
         matches = (
@@ -94,27 +94,27 @@ class PendingRecords:
             matches = matches.join(listed_frame(self.batch.spark, _REOPENED, reopened), PLACE, "left_anti")
         self.release()  # of an attempt whose join keys failed
         self._places = matches.persist()
-        found: dict[Side, list[OffsetRange]] = defaultdict(list)
+        spans: dict[Side, list[OffsetRange]] = defaultdict(list)
         for row, span in frames.spans(self._places, "rule", "topic"):
-            found[row["rule"], row["topic"]].append(span)
-        self._spans = dict(found)
+            spans[row["rule"], row["topic"]].append(span)
+        self._spans = dict(spans)
 
-    def _look_up_here(self, state: StagingState, hashes: DataFrame) -> bool:
+    def _look_up_in_files(self, state: StagingState, hashes: DataFrame) -> bool:
         """In the ledger's files, without Spark; False where that does not do."""
-        wanted = hashes.where("hash IS NOT NULL").toArrow()
-        matches = look_up(state, wanted.cast(WANTED))
+        lookup_keys = hashes.where("hash IS NOT NULL").toArrow()
+        matches = look_up(state, lookup_keys.cast(WANTED))
         if matches is None or matches.num_rows > MOST_MATCHES:
             return False
-        found: dict[Side, list[OffsetRange]] = defaultdict(list)
-        again = spans_of(self.batch.plan.reopening.parts)
+        spans: dict[Side, list[OffsetRange]] = defaultdict(list)
+        reopened_spans = spans_of(self.batch.plan.reopening.parts)
         rows = [tuple(row.values()) for row in matches.to_pylist()]
         # A reopened record is new for this batch.
-        rows = [row for row in rows if not is_in(again, (row[1], row[2], row[3]), "pending")]
+        rows = [row for row in rows if not is_in(reopened_spans, (row[1], row[2], row[3]), "pending")]
         for rule, topic, partition, span in sorted({(*row[:3], row[3] // frames.SPAN) for row in rows}):
-            found[rule, topic].append(OffsetRange(partition, span * frames.SPAN, (span + 1) * frames.SPAN))
+            spans[rule, topic].append(OffsetRange(partition, span * frames.SPAN, (span + 1) * frames.SPAN))
         if rows:
             self._places = listed_frame(self.batch.spark, _PLACES, rows)
-        self._spans, self._few = dict(found), True
+        self._spans, self._few = dict(spans), True
         return True
 
     def records(self, rule: Rule, topic: str) -> DataFrame | None:
@@ -123,9 +123,9 @@ class PendingRecords:
         spans = (self._spans or {}).get((rule.name, topic))
         if not spans or self._places is None or state is None:
             return None
-        mine = self._places.where(f"rule = {text_sql(rule.name)} AND topic = {text_sql(topic)}")
-        found = frames.records_at(self.batch.spark, state, mine, spans, few=self._few)
-        return found.selectExpr("*", "true AS old")
+        side_places = self._places.where(f"rule = {text_sql(rule.name)} AND topic = {text_sql(topic)}")
+        records = frames.records_at(self.batch.spark, state, side_places, spans, few=self._few)
+        return records.selectExpr("*", "true AS old")
 
     def release(self) -> None:
         if self._places is not None and not self._few:

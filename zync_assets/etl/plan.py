@@ -66,19 +66,19 @@ def first_batch(
     """
     queue: list[_Next] = []
     for topic, items in files.items():
-        reached: dict[int, int] = {}
+        latest_times: dict[int, int] = {}
         for item in sorted(items, key=lambda item: (item.partition or 0, item.first or 0)):
             partition = item.partition or 0
-            before = reached.get(partition, 0)
-            reached[partition] = max(before, item.max_time or 0)
-            since = max(before, item.min_time or 0)
-            queue.append(_Next(reached[partition], topic, partition, (item.last or 0) + 1, since, item.records))
+            latest_time = latest_times.get(partition, 0)
+            latest_times[partition] = max(latest_time, item.max_time or 0)
+            since = max(latest_time, item.min_time or 0)
+            queue.append(_Next(latest_times[partition], topic, partition, (item.last or 0) + 1, since, item.records))
     queue.sort()
     count = _even_cut(queue, limit)
     ends = {(item.topic, item.partition): item.end for item in queue[:count]}
-    left = {(item.topic, item.partition) for item in queue[count:]}
+    cut_places = {(item.topic, item.partition) for item in queue[count:]}
     return {
-        topic: tuple(cut for part in parts if not (cut := _cut(topic, part, ends, left)).empty)
+        topic: tuple(cut for part in parts if not (cut := _cut(topic, part, ends, cut_places)).empty)
         for topic, parts in ranges.items()
     }
 
@@ -102,8 +102,10 @@ def _even_cut(queue: Sequence[_Next], limit: int) -> int:
     return min(range(most, least - 1, -1), key=left_behind)
 
 
-def _cut(topic: str, part: OffsetRange, ends: Mapping[tuple[str, int], int], left: set[tuple[str, int]]) -> OffsetRange:
-    if (topic, part.partition) not in left:
+def _cut(
+    topic: str, part: OffsetRange, ends: Mapping[tuple[str, int], int], cut_places: set[tuple[str, int]]
+) -> OffsetRange:
+    if (topic, part.partition) not in cut_places:
         return part
     end = min(part.end, ends.get((topic, part.partition), part.first))
     return OffsetRange(part.partition, part.first, end)
@@ -183,10 +185,12 @@ def rebuild_plan(pipeline: Pipeline, pool: str, kind: Rebuild) -> EtlPlan:
     """The plan of a batch without new records, which computes the results of views again. ``kind``: also ``state``, the state of
     their tables from raw records."""
     plan = plan_etl(pipeline, pool)
-    wanted = plan.state is not None and any(rule.tables for rule in pipeline.rules_of(pool))
+    has_tables = plan.state is not None and any(rule.tables for rule in pipeline.rules_of(pool))
     ranges: dict[str, tuple[OffsetRange, ...]] = dict.fromkeys(plan.ranges, ())
     waits = replace(plan.waits, overdue=())
-    return replace(plan, ranges=ranges, reopening=Reopening(), cuts={}, rebuild=kind if wanted else None, waits=waits)
+    return replace(
+        plan, ranges=ranges, reopening=Reopening(), cuts={}, rebuild=kind if has_tables else None, waits=waits
+    )
 
 
 @dataclass(frozen=True)
@@ -260,12 +264,12 @@ def plan_etl(
     topics = pipeline.inputs_of(pool)
     states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in topics}
     states = {topic: None if state is None else with_ids(pipeline, topic, state) for topic, state in states.items()}
-    for topic, found in states.items():
-        check_rollback(pipeline.input(topic), head, found)
-        if found is None:
+    for topic, table in states.items():
+        check_rollback(pipeline.input(topic), head, table)
+        if table is None:
             continue
-        _check_table(pool, head, topic, found)
-        if _is_outdated(pipeline, pool, head, topic, found):
+        _check_table(pool, head, topic, table)
+        if _is_outdated(pipeline, pool, head, topic, table):
             return plan_etl(pipeline, pool, retry, limit, until)
     ranges = unseen(states, head)
     if until is not None:
@@ -282,37 +286,37 @@ def plan_etl(
     views = _new_views(pipeline, pool, states, state)
     if any(ranges.values()) or reopening.parts or waits.overdue or views:
         # A batch reads old records of every input that wait for a new one.
-        for found in states.values():
-            if found is not None:
-                raw.check_whole(found)
+        for table in states.values():
+            if table is not None:
+                raw.check_whole(table)
         if state is not None:
             staging.check_whole(state)
     domains = domains_of(topics, states)
     owner = owners(domains)
-    states = {topic: _with_order(found) if topic in owner else found for topic, found in states.items()}
+    states = {topic: _with_order(table) if topic in owner else table for topic, table in states.items()}
     if not any(ranges.values()):
         # A tick with nothing new lists no files.
         return EtlPlan(pool, state, states, ranges, reopening, owner, waits=waits, new_views=views)
     files = {
-        topic: [item for item in raw.raw_files(found, ranges[topic]) if not raw.is_replay(item)]
-        for topic, found in states.items()
-        if found is not None and ranges[topic]
+        topic: [item for item in raw.raw_files(table, ranges[topic]) if not raw.is_replay(item)]
+        for topic, table in states.items()
+        if table is not None and ranges[topic]
     }
     groups = {name: [topic for topic in ranges if owner.get(topic) == name] for name in (*domains, None)}
     limits = _shares(groups, files, limit)
-    found = cuts(pipeline, domains, states, head, ranges, {name: limits[name] for name in domains})
-    batch = first_batch({topic: ranges[topic] for topic in groups[None]}, _chosen(files, groups[None]), limits[None])
-    for part in found.values():
+    batch_cuts = cuts(pipeline, domains, states, head, ranges, {name: limits[name] for name in domains})
+    batch = first_batch({topic: ranges[topic] for topic in groups[None]}, _files_of(files, groups[None]), limits[None])
+    for part in batch_cuts.values():
         batch |= part.ranges
     ranges = {topic: batch[topic] for topic in ranges}
-    return EtlPlan(pool, state, states, ranges, reopening, owner, found, waits=waits, new_views=views)
+    return EtlPlan(pool, state, states, ranges, reopening, owner, batch_cuts, waits=waits, new_views=views)
 
 
 def _with_order(state: RawState | None) -> RawState | None:
     return state if state is None else replace(state, with_order=True)
 
 
-def _chosen(files: Mapping[str, Sequence[DataFile]], topics: Iterable[str]) -> dict[str, Sequence[DataFile]]:
+def _files_of(files: Mapping[str, Sequence[DataFile]], topics: Iterable[str]) -> dict[str, Sequence[DataFile]]:
     return {topic: files[topic] for topic in topics if topic in files}
 
 
@@ -321,7 +325,7 @@ def _shares(
 ) -> dict[str | None, int]:
     """The records that a batch takes of each group of topics, about: as large a share of each group's new records."""
     records = {
-        name: sum(item.records for found in _chosen(files, topics).values() for item in found)
+        name: sum(item.records for topic_files in _files_of(files, topics).values() for item in topic_files)
         for name, topics in groups.items()
     }
     total = max(limit, sum(records.values()))
@@ -358,11 +362,16 @@ def with_parts(batch: EtlBatch, parts: Sequence[ClassRange], oldest: Mapping[str
     plan = batch.plan
     if plan.state is None or (not parts and oldest == plan.waits.oldest):
         return batch
-    own = plan.reopening
-    again, expired = divided(parts, plan.state, plan.raw)
-    some = frozenset((item.rule, item.topic) for item in parts if item.rule is not None)
-    own = replace(own, again=(*own.again, *again), expired=(*own.expired, *expired), some=own.some | some)
-    return _with_plan(batch, replace(plan, reopening=own, waits=replace(plan.waits, oldest=oldest)))
+    reopening = plan.reopening
+    again_parts, expired_parts = divided(parts, plan.state, plan.raw)
+    sides = frozenset((item.rule, item.topic) for item in parts if item.rule is not None)
+    reopening = replace(
+        reopening,
+        again=(*reopening.again, *again_parts),
+        expired=(*reopening.expired, *expired_parts),
+        some=reopening.some | sides,
+    )
+    return _with_plan(batch, replace(plan, reopening=reopening, waits=replace(plan.waits, oldest=oldest)))
 
 
 def _with_plan(batch: EtlBatch, plan: EtlPlan) -> EtlBatch:
@@ -370,32 +379,32 @@ def _with_plan(batch: EtlBatch, plan: EtlPlan) -> EtlBatch:
     return replace(batch, plan=plan, slices={topic: replace(part, plan=plan) for topic, part in batch.slices.items()})
 
 
-def _check_table(pool: str, head: Head, topic: str, found: RawState) -> None:
+def _check_table(pool: str, head: Head, topic: str, table: RawState) -> None:
     """EtlError if an input's raw table was replaced. ETL would skip the new table's records below seen."""
     for (name, partition), item in sorted(head.inputs.items()):
-        if name == topic and item.table not in (None, found.table_id):
+        if name == topic and item.table not in (None, table.table_id):
             raise EtlError(
                 f"pool {pool}: topic {topic}, partition {partition}, was transformed up to offset {item.seen} from another raw"
-                f" table than {found.table.uri}, which was made since. Put the old table back, or begin anew: give this"
+                f" table than {table.table.uri}, which was made since. Put the old table back, or begin anew: give this"
                 " input's outputs another staging pool and other topics."
             )
 
 
-def _is_outdated(pipeline: Pipeline, pool: str, head: Head, topic: str, found: RawState) -> bool:
+def _is_outdated(pipeline: Pipeline, pool: str, head: Head, topic: str, table: RawState) -> bool:
     """Whether another process committed a batch since this plan read staging, and retention removed that batch's records.
 
     Raises EtlError if retention removed records that ETL has not seen. This happens if the pipeline file of another process,
     without this pool, let retention remove the records.
     """
-    for partition, seen in head.seen(topic).items():
-        kept = found.retention_start.get(partition, 0)
-        if seen < kept:
+    for partition, offset in head.seen(topic).items():
+        start = table.retention_start.get(partition, 0)
+        if offset < start:
             now = staging.open_staging(pipeline.lake, pool)
             if now is not None and now.head.batch != head.batch:
                 return True
             raise EtlError(
-                f"pool {pool}: topic {topic}, partition {partition}, was transformed up to offset {seen}, and"
-                f" {found.table.uri} begins at offset {kept}: retention removed what is between, by a pipeline file that does"
+                f"pool {pool}: topic {topic}, partition {partition}, was transformed up to offset {offset}, and"
+                f" {table.table.uri} begins at offset {start}: retention removed what is between, by a pipeline file that does"
                 " not name this pool. Restore the table to a version before that, or begin anew: give this input's outputs"
                 " another staging pool and other topics, and let one file name all pools that read the input."
             )
@@ -411,8 +420,8 @@ def read_raw(spark: SparkSession | Session, pipeline: Pipeline, plan: EtlPlan, t
 def transform(spark: SparkSession | Session, plan: EtlPlan, slices: Mapping[str, RawSlice]) -> EtlBatch:
     """The lazy batch over the slices of one plan; EtlError if a slice is missing or belongs to another batch."""
     for topic in plan.ranges:
-        found = slices.get(topic)
-        if found is None or found.plan.head.batch != plan.head.batch:
+        raw_slice = slices.get(topic)
+        if raw_slice is None or raw_slice.plan.head.batch != plan.head.batch:
             raise EtlError(
                 f"pool {plan.pool}: the slice of {topic} is not of batch {plan.head.batch + 1}; read it again"
             )

@@ -69,10 +69,10 @@ def bucket_bounds(groups: Sequence[Sequence[OrderSpan]], parts: Sequence[str]) -
 
 
 def _bound(rank: int, key: OrderKey, parts: Sequence[str]) -> Bound:
-    found = [rank if name == "rank" else getattr(key, name) for name in parts]
-    while len(found) > 1 and found[-1] == LEAST:
-        found.pop()
-    return tuple(found)
+    bound = [rank if name == "rank" else getattr(key, name) for name in parts]
+    while len(bound) > 1 and bound[-1] == LEAST:
+        bound.pop()
+    return tuple(bound)
 
 
 def arranged(
@@ -98,19 +98,19 @@ def arranged(
     """
     # Numbers, each for itself: a number that comes first is what Spark sorts by, without a look at the row.
     order = [f"ord.{name} AS ord_{name}" for name in parts]
-    found = results.selectExpr(
+    placed_rows = results.selectExpr(
         f"* EXCEPT ({', '.join(['ord', *unused])})",
         *order,
         f"{_bucket_sql(bounds, parts) if bounds else query} AS bucket",
     )
-    found = found.coalesce(1) if together else found.repartitionById(len(bounds) + 1, "bucket")
+    placed_rows = placed_rows.coalesce(1) if together else placed_rows.repartitionById(len(bounds) + 1, "bucket")
     # Spark sorts a null first: an output comes before the outputs that follow it.
-    rows = found.sortWithinPartitions(*(f"ord_{name}" for name in parts), *ties)
+    rows = placed_rows.sortWithinPartitions(*(f"ord_{name}" for name in parts), *ties)
     # Without an output topic every row is a record that waits or goes to no rule, and none is numbered.
     if not bounds or not outs:
         return rows.selectExpr(*columns, "bucket", "CAST(NULL AS array<bigint>) AS starts")
     buckets = len(bounds) + 1
-    firsts = _firsts(found, buckets, outs).scalar().alias("firsts")
+    firsts = _firsts(placed_rows, buckets, outs).scalar().alias("firsts")
     places = sum(item.count for item in outs)
     starts = f"transform(sequence(0, {places - 1}), i -> element_at(firsts, i * {buckets} + bucket + 1))"
     # The lower bits of the id are the row's place in its Spark partition.
@@ -128,7 +128,7 @@ class Numbered:
     partition: Column | None = None
 
 
-def _firsts(found: DataFrame, buckets: int, outs: Sequence[Numbered]) -> DataFrame:
+def _firsts(placed_rows: DataFrame, buckets: int, outs: Sequence[Numbered]) -> DataFrame:
     """One row with an array: for each topic, partition and bucket, how many of the outputs are in the buckets before.
 
     Spark shares the shuffle only between queries that read the same columns. This query therefore has an expression over
@@ -137,25 +137,25 @@ def _firsts(found: DataFrame, buckets: int, outs: Sequence[Numbered]) -> DataFra
     from pyspark.sql import functions as F
 
     counts = "kind = 'out' OR (kind = '' AND CAST(struct(*) AS string) = '')"
-    each = found.select(F.expr(counts).alias("counts"), _place(outs, buckets).alias("place"))
-    each = each.groupBy("place").agg(F.expr("count_if(counts) AS number"))
-    numbers = each.agg(F.expr("map_from_entries(collect_list(struct(coalesce(place, -1), number))) AS numbers"))
-    before = f"slice(numbers, i - i % {buckets} + 1, i % {buckets})"
+    place_counts = placed_rows.select(F.expr(counts).alias("counts"), _place(outs, buckets).alias("place"))
+    place_counts = place_counts.groupBy("place").agg(F.expr("count_if(counts) AS number"))
+    numbers = place_counts.agg(F.expr("map_from_entries(collect_list(struct(coalesce(place, -1), number))) AS numbers"))
+    earlier_numbers = f"slice(numbers, i - i % {buckets} + 1, i % {buckets})"
     places = f"sequence(0, {sum(item.count for item in outs) * buckets - 1})"
     return numbers.selectExpr(
         f"transform({places}, i -> coalesce(try_element_at(numbers, i), 0L)) AS numbers"
-    ).selectExpr(f"transform({places}, i -> aggregate({before}, 0L, (sum, number) -> sum + number)) AS firsts")
+    ).selectExpr(f"transform({places}, i -> aggregate({earlier_numbers}, 0L, (sum, number) -> sum + number)) AS firsts")
 
 
 def _place(outs: Sequence[Numbered], buckets: int) -> Column:
     """The index of a row's topic, partition and bucket; null for a row that is no output of these topics."""
     from pyspark.sql import functions as F
 
-    place, before = F.lit(None).cast("int"), 0
+    place, partitions_before = F.lit(None).cast("int"), 0
     for item in outs:
-        own = F.lit(before) if item.partition is None else item.partition + before
-        place = F.when(F.expr(f"rule IN ({item.rules})"), own * buckets + F.col("bucket")).otherwise(place)
-        before += item.count
+        output_partition = F.lit(partitions_before) if item.partition is None else item.partition + partitions_before
+        place = F.when(F.expr(f"rule IN ({item.rules})"), output_partition * buckets + F.col("bucket")).otherwise(place)
+        partitions_before += item.count
     return place
 
 
@@ -176,25 +176,25 @@ def _bucket_sql(bounds: Sequence[Bound], parts: Sequence[str]) -> str:
 def output_positions(pipeline: Pipeline, pool: str, head: Head) -> dict[tuple[str, int], OutputPosition]:
     """(output topic, partition) → position. The ends of a new output's topic in Kafka fix the output's bases."""
     fresh = [item for item in pipeline.outputs_of(pool) if (item.topic, 0) not in head.outputs]
-    found = topic_states(pipeline.kafka, [item.topic for item in fresh]) if fresh else {}
+    states = topic_states(pipeline.kafka, [item.topic for item in fresh]) if fresh else {}
     positions = dict(head.outputs)
     for item in fresh:
-        state = found.get(item.topic)
+        state = states.get(item.topic)
         if state is None:
             count = _partitions_to_create(item)
             positions |= {(item.topic, partition): OutputPosition(0, 0, None, count) for partition in range(count)}
             continue
         for error in state.away.values():
             raise error
-        used = [f"partition {part.partition}: {part.end}" for part in state.partitions if part.end]
-        if used and item.start_at != "end":
+        used_partitions = [f"partition {part.partition}: {part.end}" for part in state.partitions if part.end]
+        if used_partitions and item.start_at != "end":
             raise KafkaError(
-                f"topic {item.topic} holds records already (its ends: {', '.join(used)}), and output numbers begin at 0. Give"
-                " the output an empty topic, or set start-at: end."
+                f"topic {item.topic} holds records already (its ends: {', '.join(used_partitions)}), and output numbers begin at"
+                " 0. Give the output an empty topic, or set start-at: end."
             )
         for part in state.partitions:
-            known = OutputPosition(part.end, part.end, state.topic_id, len(state.partitions))
-            positions[item.topic, part.partition] = known
+            position = OutputPosition(part.end, part.end, state.topic_id, len(state.partitions))
+            positions[item.topic, part.partition] = position
     return dict(sorted(positions.items()))
 
 
@@ -262,14 +262,16 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
     inputs = dict(head.inputs)
     for topic, ranges in plan.ranges.items():
         for part in ranges:
-            old = inputs.get((topic, part.partition), Position(part.first, part.first))
-            count = old.records + records[topic, part.partition]
-            inputs[topic, part.partition] = Position(old.first, part.end, count, _table_id(plan, topic))
+            previous = inputs.get((topic, part.partition), Position(part.first, part.first))
+            count = previous.records + records[topic, part.partition]
+            inputs[topic, part.partition] = Position(previous.first, part.end, count, _table_id(plan, topic))
     positions = {place: replace(item, next=outcome.ends[place]) for place, item in outputs.items()}
     schemas = dict(head.schemas)
-    used = {row.rule for row in outcome.facts if row.kind == "out"}
+    used_rules = {row.rule for row in outcome.facts if row.kind == "out"}
     for topic, kind in outcome.types.items():
-        schemas |= {kind.target(name).fingerprint: (topic, kind.texts[name]) for name in kind.texts if name in used}
+        schemas |= {
+            kind.target(name).fingerprint: (topic, kind.texts[name]) for name in kind.texts if name in used_rules
+        }
     replayed = {**head.replayed, **(plan.reopening.replays or {})}
     fields = {
         topic: {*head.nullable.get(topic, ())} for topic in {*head.nullable, *(topic for topic, _ in outcome.nullable)}
@@ -277,14 +279,18 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
     for topic, path in outcome.nullable:
         fields[topic].add(path)
     null = {topic: frozenset(paths) for topic, paths in fields.items()}
-    known = {**head.joins, **outcome.joins}
-    grown = {topic for (topic, partition), item in outputs.items() if outcome.ends[topic, partition] > item.base}
-    partitionings = {topic: kept for topic, kept in outcome.partitionings.items() if topic in grown}
-    reached = {name: part.reached for name, part in plan.cuts.items() if part.reached is not None}
-    late = {**head.late}
+    joins = {**head.joins, **outcome.joins}
+    grown_topics = {topic for (topic, partition), item in outputs.items() if outcome.ends[topic, partition] > item.base}
+    partitionings = {
+        topic: partitioning for topic, partitioning in outcome.partitionings.items() if topic in grown_topics
+    }
+    reached_orders = {name: part.reached for name, part in plan.cuts.items() if part.reached is not None}
+    late_offsets = {**head.late}
     for part in plan.cuts.values():
         for place, item in part.late.items():
-            late[place] = replace(item, records=item.records + (late[place].records if place in late else 0))
+            late_offsets[place] = replace(
+                item, records=item.records + (late_offsets[place].records if place in late_offsets else 0)
+            )
     transactions = {name: part.transactions for name, part in plan.cuts.items() if part.transactions is not None}
     return replace(
         head,
@@ -296,9 +302,9 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
         schemas=schemas,
         replayed=replayed,
         nullable=null,
-        joins=known,
-        reached={**head.reached, **reached},
-        late=late,
+        joins=joins,
+        reached={**head.reached, **reached_orders},
+        late=late_offsets,
         transactions={**head.transactions, **transactions},
         partitionings={**head.partitionings, **partitionings},
         several=head.several | outcome.several,
@@ -311,9 +317,9 @@ def _table_id(plan: EtlPlan, topic: str) -> str | None:
     return None if state is None else state.table_id
 
 
-def new_counts(found: Sequence[Fact]) -> dict[str, int]:
+def new_counts(facts: Sequence[Fact]) -> dict[str, int]:
     counts = Counter[str]()
-    for row in found:
+    for row in facts:
         if row.kind == "out":
             counts["outputs"] += row.rows
             counts["done"] += row.entries

@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql.types import StructType
 
 from zync_assets.checks.output_checks import run_all
-from zync_assets.etl.coalescence import coalesced
+from zync_assets.etl.coalescence import with_merged_outputs
 from zync_assets.etl.rules.kind import OutputColumns
 from zync_assets.local.services import Services
 from zync_assets.pipeline import UNAVAILABLE_VALUE, Rule, Side
@@ -111,7 +111,7 @@ def test_changes_of_a_key_are_merged_as_in_the_model(spark: SparkSession) -> Non
         f"kind string, rule int, ord struct<offset: bigint>, source {source}, last int, waited int, `key:out` string,"
         " `value:out` struct<a: string, b: string, c: string>",
     ).selectExpr("*", "CAST(NULL AS array<boolean>) AS olds")
-    found = coalesced(frame, rules, "out", targets, UNAVAILABLE_VALUE).sort("ord").collect()
+    found = with_merged_outputs(frame, rules, "out", targets, UNAVAILABLE_VALUE).sort("ord").collect()
     made = [
         (
             item["rule"],

@@ -53,10 +53,10 @@ def explain_rules(pipeline: Pipeline) -> list[Statement]:
     An input with a shape has one statement. An input of a staging pool has one statement that chooses the pool's rule for a
     record. The statement of a rule makes the rule's outputs. A view has its query and its plan.
     """
-    found = [Statement("shape", item.topic, _shape(item, item.shape)) for item in pipeline.inputs if item.shape]
+    statements = [Statement("shape", item.topic, _shape(item, item.shape)) for item in pipeline.inputs if item.shape]
     for pool in pipeline.staging_pools:
         rules = pipeline.rules_of(pool)
-        found += [
+        statements += [
             Statement("assignment", item.topic, _assignment(item, pool, rules), pool)
             for item in pipeline.inputs_of(pool)
             if any(rule.view is None and item.topic in rule.topics for rule in rules)
@@ -67,11 +67,11 @@ def explain_rules(pipeline: Pipeline) -> list[Statement]:
     for rule in map(explained, pipeline.rules):
         pool, kind = pipeline.output(rule.out).pool, kind_of(rule)
         if isinstance(kind, ViewKind):
-            found.append(Statement("rule", rule.name, query_sql(rule, kind, pipeline), pool))
-            found.append(Statement("plan", rule.name, plan_text(rule), pool))
+            statements.append(Statement("rule", rule.name, query_sql(rule, kind, pipeline), pool))
+            statements.append(Statement("plan", rule.name, plan_text(rule), pool))
         else:
-            found.append(Statement("rule", rule.name, _outputs(rule, pipeline), pool))
-    return found
+            statements.append(Statement("rule", rule.name, _outputs(rule, pipeline), pool))
+    return statements
 
 
 def _shape(item: Input, shape: RecordShape) -> str:
@@ -116,11 +116,11 @@ _MISSING = {
 
 def _outputs(rule: Rule, pipeline: Pipeline) -> str:
     kind = kind_of(rule)
-    dropped = "" if rule.keep is None else "; those that the output's condition does not hold for are dropped"
+    drop_note = "" if rule.keep is None else "; those that the output's condition does not hold for are dropped"
     headers = "" if rule.headers is None else f", {headers_sql(rule.headers)} AS headers"
     return "\n".join(
         [
-            f"-- {rule.name}: {kind.summary}{dropped}",
+            f"-- {rule.name}: {kind.summary}{drop_note}",
             f"SELECT {shape_sql(rule.key)} AS key, {shape_sql(rule.value)} AS value{headers}",
             f"FROM {kind.from_sql(rule)}",
             *([] if rule.explode is None else [f"LATERAL VIEW explode({rule.explode}) items AS item"]),

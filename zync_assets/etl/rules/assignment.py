@@ -40,14 +40,16 @@ class Assignment:
     deletes: str = "false"
     decided: bool = False
 
-    def choice(self, made: Mapping[int, str], other: str = "NULL", none: str = "NULL") -> str:
-        """An SQL expression for a record. ``made``: index of the record's rule → SQL; ``other``: the SQL for a rule that is
-        not in ``made``; ``none``: the SQL if no rule takes the record.
+    def choice(self, sql_by_index: Mapping[int, str], otherwise: str = "NULL", none: str = "NULL") -> str:
+        """An SQL expression for a record. ``sql_by_index``: index of the record's rule → SQL. ``otherwise``:
+        the SQL for a rule that is not in ``sql_by_index``. ``none``: the SQL if no rule takes the record.
 
         Each choice repeats the conditions. Spark evaluates a repeated condition once anyway. With a shared column of the
         rule's index, Spark would not see which fields of a record are used, and would read every field.
         """
-        cases = " ".join(f"WHEN {condition} THEN {made.get(index, other)}" for index, condition in self.conditions)
+        cases = " ".join(
+            f"WHEN {condition} THEN {sql_by_index.get(index, otherwise)}" for index, condition in self.conditions
+        )
         return f"CASE {cases} ELSE {none} END" if cases else none
 
     def by(self, index: int) -> DataFrame:
@@ -60,19 +62,19 @@ def assign(
     ordering: Ordering,
     frame: DataFrame,
     rules: Sequence[Rule],
-    failed: str | None = None,
+    failure_condition: str | None = None,
     *,
     deletes: str = "false",
     decided: bool = False,
 ) -> Assignment:
     """Give each record to the first of a staging pool's ``rules`` that names its topic and whose ``where`` holds.
 
-    ``failed``: a condition for the records with a known failure. Such a record goes to no rule (FAILED), and no rule's
+    ``failure_condition``: a condition for the records with a known failure. Such a record goes to no rule (FAILED), and no rule's
     condition is evaluated for the record. ``deletes``, ``decided``: as in ``Assignment``.
     """
-    known = [] if failed is None else [(FAILED, failed)]
-    known += [(ENDED, "coalesce(fate = 'ended', false)")] if decided else []
-    return Assignment(item, ordering, frame, [*known, *conditions(item, frame, rules)], deletes, decided)
+    fate_conditions = [] if failure_condition is None else [(FAILED, failure_condition)]
+    fate_conditions += [(ENDED, "coalesce(fate = 'ended', false)")] if decided else []
+    return Assignment(item, ordering, frame, [*fate_conditions, *conditions(item, frame, rules)], deletes, decided)
 
 
 def conditions(item: Input, frame: DataFrame, rules: Sequence[Rule]) -> list[tuple[int, str]]:
@@ -139,18 +141,18 @@ def singles(
         order, follows = f"greatest(at, {order})", "follows"
     deletes = assignment.choice(dict.fromkeys(targets, assignment.deletes), "false", assignment.deletes)
     rows += (f"{follows} AS follows", f"{deletes} AS deletes")
-    known = assignment.choice({index: str(index) for index in (*targets, *untyped)})
+    index_choice = assignment.choice({index: str(index) for index in (*targets, *untyped)})
     sides: dict[str, dict[int, str]] = {}
     for index, target in targets.items():
-        for name, made in columns_of(rules[index], target):
-            sides.setdefault(name, {})[index] = made
+        for name, sql in columns_of(rules[index], target):
+            sides.setdefault(name, {})[index] = sql
     frame = assignment.frame
     if others:
         frame = frame.where(assignment.choice(dict.fromkeys(others, "false"), "true", "true"))
-    own = (*ordering.columns, "old", *(("fate", "at", "follows") if assignment.decided else ()))
-    return frame.selectExpr("kafka", "key", "value", "struct(kafka, key, value) AS in", *own).selectExpr(
+    extra_columns = (*ordering.columns, "old", *(("fate", "at", "follows") if assignment.decided else ()))
+    return frame.selectExpr("kafka", "key", "value", "struct(kafka, key, value) AS in", *extra_columns).selectExpr(
         f"{fates} AS kind",
-        f"CAST({known} AS int) AS rule",
+        f"CAST({index_choice} AS int) AS rule",
         f"{order} AS ord",
         f"array({source_sql(ordering.places[topic], 'kafka.partition', 'kafka.offset')}) AS source",
         "0 AS last",
@@ -172,21 +174,21 @@ def without_dropped(results: DataFrame, rules: Iterable[Rule]) -> DataFrame:
 
 def columns(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
     """The columns that a rule's key, value and headers go to, each with what the rule makes for it."""
-    made = [
-        (side[0], wanted(rule, made_sql(shape, side[1], side[2])))
+    columns = [
+        (side[0], if_kept(rule, made_sql(shape, side[1], side[2])))
         for shape, side in ((rule.key, target.key), (rule.value, target.value))
         if side is not None
     ]
     if target.headers:
-        own = "NULL" if rule.headers is None else headers_sql(rule.headers)
-        made.append(("headers", wanted(rule, f"CAST({own} AS {HEADERS})")))
+        headers = "NULL" if rule.headers is None else headers_sql(rule.headers)
+        columns.append(("headers", if_kept(rule, f"CAST({headers} AS {HEADERS})")))
     if target.lacking:
-        made.append((LACKING, f"array_compact(array({', '.join(target.lacking)}))"))
+        columns.append((LACKING, f"array_compact(array({', '.join(target.lacking)}))"))
     if rule.keep is not None:
-        made.append((KEPT, f"coalesce({rule.keep}, false)"))
-    return made
+        columns.append((KEPT, f"coalesce({rule.keep}, false)"))
+    return columns
 
 
-def wanted(rule: Rule, sql: str) -> str:
+def if_kept(rule: Rule, sql: str) -> str:
     """A rule's expression, evaluated only if the output's own condition is true. A dropped output can't fail."""
     return sql if rule.keep is None else f"CASE WHEN {rule.keep} THEN {sql} END"

@@ -28,7 +28,7 @@ from zync_assets.etl.rules.kind import (
     source_sql,
     union,
 )
-from zync_assets.etl.rules.parts import emitted
+from zync_assets.etl.rules.parts import output_rows
 from zync_assets.etl.rules.shapes import expression_type, type_sql, wider
 from zync_assets.pipeline import Rule, Side
 from zync_assets.spark.sql import name_sql
@@ -87,7 +87,7 @@ class Denorm(Kind):
             )
 
         left, right = rule.sides
-        equal = " AND ".join(f"({one}) = ({other})" for one, other in _equalities(rule))
+        equal = " AND ".join(f"({left_key}) = ({right_key})" for left_key, right_key in _equalities(rule))
         return f"{ranked(left)} AS l\nJOIN {ranked(right)} AS r\nON {equal} AND l.k = r.k"
 
     def reason(self, rule: Rule, topic: str, before: int) -> str:
@@ -138,9 +138,9 @@ def _common_type(one: DataType, other: DataType) -> DataType | None:
 
 def hash_sql(names: Sequence[str], kinds: Sequence[DataType]) -> str:
     """The hash of a join key in the columns ``names`` of the types ``kinds``; null where a part of the key is null."""
-    known = " AND ".join(f"{name} IS NOT NULL" for name in names)
-    hashed = ", ".join(_hashed_sql(name, kind) for name, kind in zip(names, kinds, strict=True))
-    return f"CASE WHEN {known} THEN xxhash64({hashed}) END"
+    is_complete = " AND ".join(f"{name} IS NOT NULL" for name in names)
+    arguments = ", ".join(hash_operand(name, kind) for name, kind in zip(names, kinds, strict=True))
+    return f"CASE WHEN {is_complete} THEN xxhash64({arguments}) END"
 
 
 def join_text(rule: Rule, kinds: Sequence[DataType]) -> str:
@@ -151,9 +151,9 @@ def join_text(rule: Rule, kinds: Sequence[DataType]) -> str:
     types = [kind.simpleString() if _is_collated(kind) else _hashed_type(kind).simpleString() for kind in kinds]
     topics = {side.name: side.topic for side in rule.sides}
     # Entries of a rule that was not held lack the hashes of source rows, and those of one without expiry their times.
-    held = {"held": True} if rule.held else {}
-    expires = {"expires": True} if rule.expiry is not None else {}
-    return json.dumps({**topics, "on": _equalities(rule), "hashed": types, **held, **expires})
+    held_entry = {"held": True} if rule.held else {}
+    expiry_entry = {"expires": True} if rule.expiry is not None else {}
+    return json.dumps({**topics, "on": _equalities(rule), "hashed": types, **held_entry, **expiry_entry})
 
 
 def _equalities(rule: Rule) -> list[tuple[str, str]]:
@@ -166,7 +166,7 @@ def is_hashed_as_ever(kinds: Sequence[DataType]) -> bool:
     return not any(_is_collated(kind) or _has_number_in_array(kind) for kind in kinds)
 
 
-def _hashed_sql(sql: str, kind: DataType, depth: int = 0) -> str:
+def hash_operand(sql: str, kind: DataType, depth: int = 0) -> str:
     """The SQL expression that is hashed for a value. Values of any types that are equal for ``=`` give equal results."""
     from pyspark.sql.types import ArrayType, StringType, StructType
 
@@ -174,19 +174,17 @@ def _hashed_sql(sql: str, kind: DataType, depth: int = 0) -> str:
         return f"CAST({sql} AS {type_sql(_hashed_type(kind))})"
     if isinstance(kind, ArrayType):
         item = f"item{depth}"
-        return f"transform({sql}, {item} -> {_hashed_sql(item, kind.elementType, depth + 1)})"
+        return f"transform({sql}, {item} -> {hash_operand(item, kind.elementType, depth + 1)})"
     if isinstance(kind, StructType):
-        return (
-            f"struct({', '.join(_hashed_sql(f'{sql}.{name_sql(each.name)}', each.dataType, depth) for each in kind)})"
-        )
+        return f"struct({', '.join(hash_operand(f'{sql}.{name_sql(field.name)}', field.dataType, depth) for field in kind)})"
     assert isinstance(kind, StringType)
     text, name = f"CAST({sql} AS STRING)", str(kind.collation)
     if name.endswith("_RTRIM"):
         text, name = f"rtrim({text})", name.removesuffix("_RTRIM")
     # UTF8_LCASE compares the lower case of each letter by itself. lower() makes another sigma at the end of a word.
-    known = {"UTF8_BINARY": text, "UTF8_LCASE": f"translate(lower({text}), '\u03c2', '\u03c3')"}
+    text_by_collation = {"UTF8_BINARY": text, "UTF8_LCASE": f"translate(lower({text}), '\u03c2', '\u03c3')"}
     # Spark has no public function for ICU's sort keys. Every text then has the same hash, and `=` finds the equal texts.
-    return known.get(name, "CAST(NULL AS STRING)")
+    return text_by_collation.get(name, "CAST(NULL AS STRING)")
 
 
 def _hashed_type(kind: DataType) -> DataType:
@@ -230,7 +228,7 @@ def _parts(kind: DataType) -> list[DataType]:
 
     inner = [item.dataType for item in kind] if isinstance(kind, StructType) else []
     inner += [kind.elementType] if isinstance(kind, ArrayType) else []
-    return [kind, *(part for each in inner for part in _parts(each))]
+    return [kind, *(part for item in inner for part in _parts(item))]
 
 
 def keyed(rule: Rule, side: str, frame: DataFrame, kinds: Sequence[DataType]) -> DataFrame:
@@ -242,14 +240,14 @@ def keyed(rule: Rule, side: str, frame: DataFrame, kinds: Sequence[DataType]) ->
     ``frame`` is from ``in_frame``.
     """
     names = key_names(rule)
-    (own,) = (each.keys for each in rule.sides if each.name == side)
-    keys = [f"CAST(({sql}) AS {type_sql(kind)})" for kind, sql in zip(kinds, own, strict=True)]
+    (side_keys,) = (item.keys for item in rule.sides if item.name == side)
+    keys = [f"CAST(({sql}) AS {type_sql(kind)})" for kind, sql in zip(kinds, side_keys, strict=True)]
     # Repeats the keys' expressions. For a name that is used twice, Spark would make a column first, and carry the whole record
     # beside the column.
-    missing = " OR ".join(f"{key} IS NULL" for key in keys)
-    lone = f"CASE WHEN {missing} THEN {side}.kafka.offset ELSE -1 END AS lone"
-    named = (f"{key} AS {name}" for key, name in zip(keys, names, strict=True))
-    return frame.selectExpr("*", *named, lone).selectExpr("*", f"{hash_sql(names, kinds)} AS hash")
+    has_null = " OR ".join(f"{key} IS NULL" for key in keys)
+    lone = f"CASE WHEN {has_null} THEN {side}.kafka.offset ELSE -1 END AS lone"
+    key_columns = (f"{key} AS {name}" for key, name in zip(keys, names, strict=True))
+    return frame.selectExpr("*", *key_columns, lone).selectExpr("*", f"{hash_sql(names, kinds)} AS hash")
 
 
 def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emission) -> DataFrame:
@@ -268,43 +266,43 @@ def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emis
     # No expression uses a side's record as a whole; the columns beside the record answer such questions. Spark then reads and
     # joins only the used fields of the records. For the same reason no name is used twice. The join is not by names either:
     # it would merge the keys of both sides into a column with a new name.
-    both = "left_old IS NOT NULL AND right_old IS NOT NULL"
+    is_pair = "left_old IS NOT NULL AND right_old IS NOT NULL"
     place = {side: (f"{side}_partition", f"{side}_offset") for side in topics}
     source = {side: source_sql(ordering.places[topic], *place[side]) for side, topic in topics.items()}
     ords = {side: ordering.sql(topic, *place[side], f"{side}_") for side, topic in topics.items()}
     hashes = {side: hash_sql([f"{side}_{name}" for name in names], records.key_types) for side in sides}
-    later = f"{both} AND {ordering.is_later(topics['right'], topics['left'], 'right_', 'left_')}"
-    first = f"CASE WHEN left_old IS NOT NULL THEN {hashes['left']} ELSE {hashes['right']} END"
+    later = f"{is_pair} AND {ordering.is_later(topics['right'], topics['left'], 'right_', 'left_')}"
+    pair_hash = f"CASE WHEN left_old IS NOT NULL THEN {hashes['left']} ELSE {hashes['right']} END"
     pairs = sides["left"].join(sides["right"], F.expr(equal), "full_outer")
-    pairs = pairs.where(f"({both}) OR NOT coalesce(left_old, right_old)")
-    out, made, last = "'out'", both, f"CASE WHEN {later} THEN 1 ELSE 0 END"
+    pairs = pairs.where(f"({is_pair}) OR NOT coalesce(left_old, right_old)")
+    pair_kind, makes_outputs, last_index = "'out'", is_pair, f"CASE WHEN {later} THEN 1 ELSE 0 END"
     if emission.rows is not None and rule.lookups:
         pairs = emission.rows(records, pairs)
-        out, made = LOOKED, f"{both} AND {LOOKED} = 'out'"
-        last = f"CASE WHEN {both} AND {LOOKED} <> 'out' THEN {BLAMED} WHEN {later} THEN 1 ELSE 0 END"
+        pair_kind, makes_outputs = LOOKED, f"{is_pair} AND {LOOKED} = 'out'"
+        last_index = f"CASE WHEN {is_pair} AND {LOOKED} <> 'out' THEN {BLAMED} WHEN {later} THEN 1 ELSE 0 END"
     about = (
-        f"CASE WHEN {both} THEN {out} ELSE 'pending' END AS kind",
+        f"CASE WHEN {is_pair} THEN {pair_kind} ELSE 'pending' END AS kind",
         f"{records.index} AS rule",
         f"CASE WHEN left_old IS NULL OR ({later}) THEN {ords['right']} ELSE {ords['left']} END AS ord",
-        f"CASE WHEN {both} THEN array({source['left']}, {source['right']})"
+        f"CASE WHEN {is_pair} THEN array({source['left']}, {source['right']})"
         f" WHEN left_old IS NOT NULL THEN array({source['left']}) ELSE array({source['right']}) END AS source",
-        f"{last} AS last",
-        f"CASE WHEN {both} THEN CAST(left_old AS int) + 2 * CAST(right_old AS int) ELSE 0 END AS waited",
-        f"CASE WHEN NOT ({both}) THEN {first} END AS hash",
-        *((f"{first} AS joined", *_row_columns(names, ords, both)) if emission.held else ()),
+        f"{last_index} AS last",
+        f"CASE WHEN {is_pair} THEN CAST(left_old AS int) + 2 * CAST(right_old AS int) ELSE 0 END AS waited",
+        f"CASE WHEN NOT ({is_pair}) THEN {pair_hash} END AS hash",
+        *((f"{pair_hash} AS joined", *_row_columns(names, ords, is_pair)) if emission.held else ()),
     )
-    return emitted(pairs, rule, about, made, emission)
+    return output_rows(pairs, rule, about, makes_outputs, emission)
 
 
-def _row_columns(names: Sequence[str], ords: Mapping[str, str], both: str) -> list[str]:
+def _row_columns(names: Sequence[str], ords: Mapping[str, str], is_pair: str) -> list[str]:
     """The columns about source rows of a pair, or of a record without a counterpart."""
     keys = {side: ", ".join(f"{side}_{name}" for name in names) for side in ords}
     left, right = (f"CAST({side}_changes AS int)" for side in ("left", "right"))
     return [
         "CASE WHEN left_old IS NOT NULL THEN left_row ELSE right_row END AS row",
-        f"CASE WHEN {both} THEN right_row END AS other_row",
-        f"CASE WHEN {both} THEN {left} + 2 * {right} WHEN left_old IS NOT NULL THEN {left} ELSE {right} END AS changes",
-        f"CASE WHEN {both} THEN array({ords['left']}, {ords['right']})"
+        f"CASE WHEN {is_pair} THEN right_row END AS other_row",
+        f"CASE WHEN {is_pair} THEN {left} + 2 * {right} WHEN left_old IS NOT NULL THEN {left} ELSE {right} END AS changes",
+        f"CASE WHEN {is_pair} THEN array({ords['left']}, {ords['right']})"
         f" WHEN left_old IS NOT NULL THEN array({ords['left']}) ELSE array({ords['right']}) END AS ords",
         f"CASE WHEN left_old IS NOT NULL THEN xxhash64({keys['left']}) ELSE xxhash64({keys['right']}) END AS exact",
     ]
@@ -324,7 +322,7 @@ def _ranked(rule: Rule, frame: DataFrame, side: str, topic: str, ordering: Order
 
 def one_sided(records: RuleRecords, side: str, emission: Emission) -> DataFrame:
     """New records of a rule whose other side has no records at all, and so no schema yet: all of them are pending."""
-    topic = next(each.topic for each in records.rule.sides if each.name == side)
+    topic = next(item.topic for item in records.rule.sides if item.name == side)
     partition, offset = f"{side}.kafka.partition", f"{side}.kafka.offset"
     order = emission.ordering.sql(topic, partition, offset)
     names = ", ".join(key_names(records.rule))

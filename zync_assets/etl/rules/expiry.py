@@ -30,7 +30,7 @@ from zync_assets.etl.rules.kind import (
     source_sql,
     union,
 )
-from zync_assets.etl.rules.parts import emitted
+from zync_assets.etl.rules.parts import output_rows
 from zync_assets.pipeline import Rule
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _with_clock(frame: DataFrame, records: RuleRecords) -> DataFrame:
     """The rows with the column ``clock``, the newest time of the rule's inputs in microseconds: null where nothing expires."""
     if records.rule.expiry is None or not records.inputs:
         return frame.selectExpr("*", "CAST(NULL AS bigint) AS clock")
-    times = union(each.selectExpr("unix_micros(time) AS time") for each in records.inputs.values())
+    times = union(frame.selectExpr("unix_micros(time) AS time") for frame in records.inputs.values())
     return frame.select("*", times.selectExpr("max(time) AS clock").scalar().alias("clock"))
 
 
@@ -57,7 +57,7 @@ def has_causes(rule: Rule, ordering: Ordering) -> bool:
     return rule.expiry is not None and rule.expiry.action == "emit" and ordering.is_shared(rule.topics)
 
 
-def _with_causes(frame: DataFrame, records: RuleRecords, emission: Emission) -> DataFrame:
+def with_causes(frame: DataFrame, records: RuleRecords, emission: Emission) -> DataFrame:
     """Rows with ``record`` and its ``cause``: ``ord`` of the first record of the inputs that is too late for it; null where
     the batch has none.
 
@@ -68,7 +68,7 @@ def _with_causes(frame: DataFrame, records: RuleRecords, emission: Emission) -> 
 
     rule, ordering = records.rule, emission.ordering
     end = f"record.time + {micros(rule)}L"
-    each = [
+    first_records = [
         records.inputs[side.name].selectExpr(
             "unix_micros(time) AS at", f"{ordering.sql(side.topic, 'kafka.partition', 'kafka.offset')} AS ord"
         )
@@ -76,7 +76,7 @@ def _with_causes(frame: DataFrame, records: RuleRecords, emission: Emission) -> 
         if side.name in records.inputs
     ]
     # Rows of one task need no shuffle.
-    firsts, ends = union(each), frame.selectExpr(f"{end} AS at")
+    firsts, ends = union(first_records), frame.selectExpr(f"{end} AS at")
     if emission.together:
         firsts, ends = firsts.coalesce(1), ends.coalesce(1)
     points = union([firsts.groupBy("at").agg(F.expr("min(ord) AS ord")), ends.distinct()])
@@ -85,8 +85,8 @@ def _with_causes(frame: DataFrame, records: RuleRecords, emission: Emission) -> 
     causes = points.selectExpr("at", later).groupBy("at").agg(F.expr("min(cause) AS cause"))
     # Spark does not know the size of rows that come from no file, and would shuffle them.
     causes = causes.hint("broadcast") if emission.together else causes
-    found = frame.join(causes, F.expr(f"{end} = at"), "left")
-    return found.selectExpr("* EXCEPT (record, at, cause)", "struct(record.*, cause) AS record")
+    rows = frame.join(causes, F.expr(f"{end} = at"), "left")
+    return rows.selectExpr("* EXCEPT (record, at, cause)", "struct(record.*, cause) AS record")
 
 
 def micros(rule: Rule) -> int:
@@ -120,8 +120,8 @@ def order_columns(rule: Rule, ordering: Ordering, ord: str) -> list[str]:
 
 def kind_sql(rule: Rule) -> str:
     """The kind of a result, of the kind in the fold: ``due`` for records that expire."""
-    due = "'out'" if rule.expiry is not None and rule.expiry.action == "emit" else "'expired'"
-    return f"CASE WHEN kind = 'due' THEN {due} ELSE kind END"
+    expired_kind = "'out'" if rule.expiry is not None and rule.expiry.action == "emit" else "'expired'"
+    return f"CASE WHEN kind = 'due' THEN {expired_kind} ELSE kind END"
 
 
 def record_columns(side: str, topic: str, emission: Emission, *fields: str) -> tuple[str, ...]:
@@ -149,16 +149,16 @@ def folded(
     # Rows of one task need no shuffle.
     frame = union(frames).coalesce(1) if emission.together else union(frames)
     if has_causes(records.rule, emission.ordering):
-        frame = _with_causes(frame, records, emission)
+        frame = with_causes(frame, records, emission)
     sorted_records = F.expr(f"array_sort(collect_list(record), {LATER}) AS records")
-    found = frame.groupBy(*keys, "lone").agg(F.expr("min(hash) AS hash"), sorted_records)
-    return _with_clock(found, records).selectExpr("hash", "records", f"explode({fold}) AS made")
+    groups = frame.groupBy(*keys, "lone").agg(F.expr("min(hash) AS hash"), sorted_records)
+    return _with_clock(groups, records).selectExpr("hash", "records", f"explode({fold}) AS made")
 
 
 def with_outputs(rows: DataFrame, records: RuleRecords, emission: Emission) -> DataFrame:
     """Result rows with their outputs. ``rows``: with ``kind``, ``ord``, ``hash``, the array ``records`` of structs, and the
     columns that the rule's expressions see."""
-    held = (*NO_ROWS, "transform(records, record -> record.ord) AS ords")
+    row_columns = (*NO_ROWS, "transform(records, record -> record.ord) AS ords")
     about = (
         "kind",
         f"{records.index} AS rule",
@@ -169,10 +169,10 @@ def with_outputs(rows: DataFrame, records: RuleRecords, emission: Emission) -> D
         "transform(records, record -> record.old) AS olds",
         "CASE WHEN kind = 'pending' THEN element_at(records, 1).time DIV 1000 END AS since",
         *([TURN] if has_causes(records.rule, emission.ordering) else ()),
-        *(held if emission.held else ()),
+        *(row_columns if emission.held else ()),
         "CASE WHEN kind = 'pending' THEN hash END AS hash",
     )
-    return emitted(rows, records.rule, about, "kind = 'out'", emission)
+    return output_rows(rows, records.rule, about, "kind = 'out'", emission)
 
 
 def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emission) -> DataFrame:
@@ -180,22 +180,22 @@ def paired(records: RuleRecords, frames: Mapping[str, DataFrame], emission: Emis
     rule, ordering = records.rule, emission.ordering
     topics = {side.name: side.topic for side in rule.sides}
     names = key_names(rule)
-    each = [
+    side_records = [
         frame.selectExpr(
             *names, *record_columns(side, topics[side], emission, f"'{side}' AS side", f"{side} AS whole_{side}")
         )
         for side, frame in frames.items()
     ]
-    made = folded(each, names, _fold_sql(rule), records, emission)
-    found = "transform(made.places, at -> element_at(records, at + 1))"
+    results = folded(side_records, names, _fold_sql(rule), records, emission)
+    members = "transform(made.places, at -> element_at(records, at + 1))"
     # The left record comes first, as in a pair of a rule without expiry.
-    own = made.selectExpr("hash", "made.kind AS kind", f"array_sort({found}, {_SIDES}) AS records")
+    pairs = results.selectExpr("hash", "made.kind AS kind", f"array_sort({members}, {_SIDES}) AS records")
     whole = (
         f"try_element_at(filter(records, record -> record.side = '{side}'), 1).whole_{side} AS {side}"
         for side in frames
     )
     ord = "array_max(transform(records, record -> record.ord))"
-    rows = own.selectExpr("hash", "records", *whole, f"{kind_sql(rule)} AS kind", *order_columns(rule, ordering, ord))
+    rows = pairs.selectExpr("hash", "records", *whole, f"{kind_sql(rule)} AS kind", *order_columns(rule, ordering, ord))
     return with_outputs(rows, records, emission)
 
 
@@ -204,21 +204,21 @@ def _fold_sql(rule: Rule) -> str:
     part = "struct<kind: string, places: array<int>>"
     begin = f"named_struct('at', 0, 'queue', CAST(array() AS array<int>), 'made', CAST(array() AS array<{part}>))"
     time = "element_at(records, place + 1).time"
-    late = f"filter(acc.queue, place -> {overdue(rule, time, 'record.time')})"
-    kept = f"filter(acc.queue, place -> NOT {overdue(rule, time, 'record.time')})"
+    late_places = f"filter(acc.queue, place -> {overdue(rule, time, 'record.time')})"
+    kept_places = f"filter(acc.queue, place -> NOT {overdue(rule, time, 'record.time')})"
     dues = "transform(late, place -> named_struct('kind', 'due', 'places', array(place)))"
     is_pair = "hash IS NOT NULL AND size(now.kept) > 0 AND element_at(records, element_at(now.kept, 1) + 1).side <> record.side"
     pair = "named_struct('kind', 'out', 'places', array(element_at(now.kept, 1), acc.at))"
     step = (
-        f"element_at(transform(transform(array(named_struct('late', {late}, 'kept', {kept})), it ->"
+        f"element_at(transform(transform(array(named_struct('late', {late_places}, 'kept', {kept_places})), it ->"
         f" named_struct('kept', it.kept, 'made', concat(acc.made, {dues.replace('late', 'it.late', 1)}))), now ->"
         f" CASE WHEN {is_pair} THEN named_struct('at', acc.at + 1, 'queue', slice(now.kept, 2, size(now.kept)),"
         f" 'made', concat(now.made, array({pair})))"
         " ELSE named_struct('at', acc.at + 1, 'queue', concat(now.kept, array(acc.at)), 'made', now.made) END), 1)"
     )
-    rest = (
+    remainder = (
         "transform(filter(acc.queue, place ->"
         f" {overdue(rule, time, 'clock')} OR NOT element_at(records, place + 1).old), place ->"
         f" named_struct('kind', IF({overdue(rule, time, 'clock')}, 'due', 'pending'), 'places', array(place)))"
     )
-    return f"aggregate(records, {begin}, (acc, record) -> {step}, acc -> concat(acc.made, {rest}))"
+    return f"aggregate(records, {begin}, (acc, record) -> {step}, acc -> concat(acc.made, {remainder}))"

@@ -96,10 +96,10 @@ class Ordering:
     @property
     def groups(self) -> dict[str | None, list[str]]:
         """Domain → its topics, in the order of their outputs; None: the topics in the order of time."""
-        found: dict[str | None, list[str]] = {}
+        groups: dict[str | None, list[str]] = {}
         for topic in sorted(self.places, key=lambda topic: (topic not in self.domains, self.places[topic])):
-            found.setdefault(self.domains.get(topic), []).append(topic)
-        return found
+            groups.setdefault(self.domains.get(topic), []).append(topic)
+        return groups
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -147,8 +147,8 @@ class Ordering:
 
     def is_shared(self, topics: Iterable[str]) -> bool:
         """Whether one source orders all records of some topics."""
-        found = {self.domains.get(topic) for topic in topics}
-        return len(found) == 1 and None not in found
+        domains = {self.domains.get(topic) for topic in topics}
+        return len(domains) == 1 and None not in domains
 
     def sequence(self, topic: str, prefix: str) -> list[str]:
         """The columns that sort the records of one topic."""
@@ -279,18 +279,20 @@ def in_frame(frame: DataFrame, name: str, ordering: Ordering) -> DataFrame:
 
 def records_sql(rule: Rule, side: Side) -> str:
     """The records of one side, to read: a table of ``zync etl --explain``, in which each record has its rule."""
-    taken = f"{name_sql(side.topic)} WHERE rule = '{rule.part_of or rule.name}'"
-    return f"(SELECT struct(kafka, key, value) AS {side.name} FROM {taken})"
+    rule_records = f"{name_sql(side.topic)} WHERE rule = '{rule.part_of or rule.name}'"
+    return f"(SELECT struct(kafka, key, value) AS {side.name} FROM {rule_records})"
 
 
 def union(frames: Iterable[DataFrame]) -> DataFrame:
     """The rows of several result frames. A column that a frame lacks is null in the frame's rows."""
-    each = list(frames)
+    merged_frames = list(frames)
     # In pairs: frame after frame, Spark would analyze the rows of the first frames as many times as there are others.
-    while len(each) > 1:
-        pairs = zip_longest(each[::2], each[1::2])
-        each = [one if other is None else one.unionByName(other, allowMissingColumns=True) for one, other in pairs]
-    return each[0]
+    while len(merged_frames) > 1:
+        pairs = zip_longest(merged_frames[::2], merged_frames[1::2])
+        merged_frames = [
+            left if right is None else left.unionByName(right, allowMissingColumns=True) for left, right in pairs
+        ]
+    return merged_frames[0]
 
 
 def key_names(rule: Rule) -> list[str]:

@@ -32,8 +32,8 @@ def key_types(rule: Rule, frames: Mapping[str, DataFrame]) -> KeyTypes:
     """The types of the compared values. ``frames``: side → records, and alias → rows. EtlError for two types."""
     return [
         [
-            part_type(rule, {item.side: record, item.alias: own}, frames, f"lookup.{item.alias}.on")
-            for record, own in item.on
+            part_type(rule, {item.side: record, item.alias: row}, frames, f"lookup.{item.alias}.on")
+            for record, row in item.on
         ]
         for item in rule.lookups
     ]
@@ -47,10 +47,14 @@ def with_lookups(records: RuleRecords, frames: Mapping[str, DataFrame], rows: Ma
     rule = records.rule
     sides = {side.name for side in rule.sides}
     kinds = key_types(rule, {**frames, **rows}) if rows and sides <= frames.keys() else None
-    shown = None if kinds is None else [[kind.simpleString() for kind in each] for each in kinds]
+    type_names = (
+        None
+        if kinds is None
+        else [[kind.simpleString() for kind in lookup_definitions] for lookup_definitions in kinds]
+    )
     # Another wait changes no hash.
-    each = [asdict(replace(item, wait_ms=0)) for item in rule.lookups]
-    definition = json.dumps({"lookups": each, "types": shown, "pairs": records.join})
+    lookup_definitions = [asdict(replace(item, wait_ms=0)) for item in rule.lookups]
+    definition = json.dumps({"lookups": lookup_definitions, "types": type_names, "pairs": records.join})
     return replace(records, lookups=kinds, join=definition, original=False)
 
 
@@ -61,7 +65,7 @@ def record_keys(item: Lookup, kinds: Sequence[DataType]) -> list[str]:
 
 def row_keys(item: Lookup, kinds: Sequence[DataType]) -> list[str]:
     """The values that a row has."""
-    return [f"CAST(({own}) AS {type_sql(kind)})" for (_, own), kind in zip(item.on, kinds, strict=True)]
+    return [f"CAST(({row}) AS {type_sql(kind)})" for (_, row), kind in zip(item.on, kinds, strict=True)]
 
 
 def waiting_hash(item: Lookup, keys: Sequence[str], kinds: Sequence[DataType]) -> str:
@@ -72,11 +76,11 @@ def waiting_hash(item: Lookup, keys: Sequence[str], kinds: Sequence[DataType]) -
 
 def status_sql(rule: Rule, counts: Sequence[str]) -> str:
     """What becomes of a record: ``out``, ``pending``, MISSING or SEVERAL. ``counts``: the number of rows of each look-up."""
-    found = [f"WHEN {count} > 1 THEN '{SEVERAL}'" for count in counts]
+    cases = [f"WHEN {count} > 1 THEN '{SEVERAL}'" for count in counts]
     for word, kind in (("quarantine", MISSING), ("wait", "pending")):
         absent = [f"{count} IS NULL" for item, count in zip(rule.lookups, counts, strict=True) if item.missing == word]
-        found += [f"WHEN {' OR '.join(absent)} THEN '{kind}'"] if absent else []
-    return f"CASE {' '.join(found)} ELSE 'out' END"
+        cases += [f"WHEN {' OR '.join(absent)} THEN '{kind}'"] if absent else []
+    return f"CASE {' '.join(cases)} ELSE 'out' END"
 
 
 def blamed_sql(rule: Rule, counts: Sequence[str]) -> str:
@@ -102,28 +106,28 @@ def hashes_sql(rule: Rule, kinds: KeyTypes, counts: Sequence[str]) -> str:
 
 def reason(rule: Rule, kind: str) -> str:
     """Why a record of the kind MISSING or SEVERAL goes into quarantine."""
-    asked = [item for item in rule.lookups if kind == SEVERAL or item.missing == "quarantine"]
+    lookups = [item for item in rule.lookups if kind == SEVERAL or item.missing == "quarantine"]
     rows = "several rows have" if kind == SEVERAL else "no row has"
-    return " or ".join(f"lookup {item.alias}: {rows} {item.condition} in {item.table.topic}" for item in asked)
+    return " or ".join(f"lookup {item.alias}: {rows} {item.condition} in {item.table.topic}" for item in lookups)
 
 
 def waiting_reason(rule: Rule, since: str | None, *, null: bool) -> str:
     """Why a record of a stateless rule is pending. ``since``: the time since which it waits; ``null``: it has no hash."""
-    asked = [item for item in rule.lookups if item.missing == "wait"]
-    rows = " or ".join(f"no row with {item.condition} in {item.table.topic} yet" for item in asked)
-    if since is not None and not asked:
+    lookups = [item for item in rule.lookups if item.missing == "wait"]
+    rows = " or ".join(f"no row with {item.condition} in {item.table.topic} yet" for item in lookups)
+    if since is not None and not lookups:
         return "the rule waited for a row when it took the record; the next batch with new records matches it again"
-    if since is None or not asked:
+    if since is None or not lookups:
         return f"no record gave a type to {' or '.join(dict.fromkeys(table.topic for table in rule.tables))} yet"
-    begun, most = datetime.fromisoformat(since), timedelta(milliseconds=max(item.wait_ms for item in asked))
+    start, wait = datetime.fromisoformat(since), timedelta(milliseconds=max(item.wait_ms for item in lookups))
     why = "a null matches no row, or a table has no type yet: " if null else ""
-    return f"{why}{rows}; it goes into quarantine after {(begun + most).isoformat(timespec='seconds')}"
+    return f"{why}{rows}; it goes into quarantine after {(start + wait).isoformat(timespec='seconds')}"
 
 
 def overdue_reason(rule: Rule) -> str:
     """Why a record goes into quarantine whose wait is over."""
-    asked = [item for item in rule.lookups if item.missing == "wait"]
+    lookups = [item for item in rule.lookups if item.missing == "wait"]
     return " or ".join(
         f"lookup {item.alias}: no row with {item.condition} came in {item.table.topic} within {item.wait_ms // 1000} s"
-        for item in asked
+        for item in lookups
     )

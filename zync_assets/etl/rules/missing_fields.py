@@ -63,17 +63,19 @@ def with_missing_fields(
     rules = [rule for rule in pipeline.rules_of(pool) if rule.view is None]
     states: dict[str, RawState] = {}
     for topic, state in raw.items():
-        if state is not None and (paths := _missing(_of_rules(rules), topic, state.schema)):
+        if state is not None and (paths := _missing_fields(_of_rules(rules), topic, state.schema)):
             states[topic] = _expecting(pipeline, pipeline.input(topic), state, paths)
     if not states:
         return None
-    known = {topic: state.schema for topic, state in {**raw, **states}.items() if state is not None}
+    schemas = {topic: state.schema for topic, state in {**raw, **states}.items() if state is not None}
     for rule in rules:
         for topic in rule.topics:
-            for path in _missing(_expressions(rule), topic, known[topic]) if topic in known else ():
+            for path in _missing_fields(_expressions(rule), topic, schemas[topic]) if topic in schemas else ():
                 _say(pipeline, f"rule {rule.name}", topic, ".".join(path))
-    own = replace(pipeline, rules=tuple(_without(rule, known) if rule in rules else rule for rule in pipeline.rules))
-    return own, states
+    lenient_pipeline = replace(
+        pipeline, rules=tuple(_without_missing(rule, schemas) if rule in rules else rule for rule in pipeline.rules)
+    )
+    return lenient_pipeline, states
 
 
 @dataclass(frozen=True)
@@ -108,18 +110,18 @@ def expected_fields(
     sides = {"": item.topic}
     expressions = [(sql, sides) for sql in _leaves(item.shape.where)]
     expressions += [(sql, sides) for shape in item.shape.sides.values() for sql in _leaves(shape)]
-    paths = _missing(expressions, item.topic, schema)
+    paths = _missing_fields(expressions, item.topic, schema)
     if not paths:
         return None
     schema = _with_newest(pipeline, item, schema, paths, ids)
-    known = {item.topic: schema}
-    made: dict[str, Shape] = {}
+    schemas = {item.topic: schema}
+    side_shapes: dict[str, Shape] = {}
     for side, shape in item.shape.sides.items():
-        made[side] = _filled(_shaped(shape, sides, known), shape, f"input {item.topic}, shape", side)
-    where = None if item.shape.where is None else _edited(item.shape.where, sides, known)
-    expected = {f"{side}_type": schema.field(side).type for side in ("key", "value") if side in schema.names}
-    missing = tuple(".".join(path) for path in _missing(expressions, item.topic, schema))
-    return Expected(pipeline, replace(item, shape=RecordShape(where, made)), expected, missing)
+        side_shapes[side] = _filled(_edited_shape(shape, sides, schemas), shape, f"input {item.topic}, shape", side)
+    where = None if item.shape.where is None else _edited_sql(item.shape.where, sides, schemas)
+    side_types = {f"{side}_type": schema.field(side).type for side in ("key", "value") if side in schema.names}
+    missing_names = tuple(".".join(path) for path in _missing_fields(expressions, item.topic, schema))
+    return Expected(pipeline, replace(item, shape=RecordShape(where, side_shapes)), side_types, missing_names)
 
 
 def _say(pipeline: Pipeline, place: str, topic: str, path: str) -> None:
@@ -134,14 +136,14 @@ def _say(pipeline: Pipeline, place: str, topic: str, path: str) -> None:
         _log.warning("%s; it is null until then", where)
 
 
-def _missing(expressions: Iterable[tuple[str, Sides]], topic: str, schema: pa.Schema) -> list[Path]:
+def _missing_fields(expressions: Iterable[tuple[str, Sides]], topic: str, schema: pa.Schema) -> list[Path]:
     """The fields of a topic that expressions name and its table lacks, each once, down to the first name that is missing."""
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for sql, sides in expressions:
         for name in _names(sql):
             if (place := _place(name, sides)) is not None and place[0] == topic:
-                found |= dict.fromkeys(_lacking(schema, place[1]))
-    return list(found)
+                paths |= dict.fromkeys(_lacking(schema, place[1]))
+    return list(paths)
 
 
 def _of_rules(rules: Sequence[Rule]) -> Iterator[tuple[str, Sides]]:
@@ -163,8 +165,8 @@ def _expressions(rule: Rule) -> Iterator[tuple[str, Sides]]:
 def _sides(rule: Rule) -> dict[str, str]:
     """The names of records in a rule's expressions, in lower case, each with its topic."""
     sides = {side.name.lower(): side.topic for side in rule.sides}
-    named = rule.group.named("first", "list") if rule.group is not None else ()
-    return sides | {item.name.lower(): sides[name.lower()] for item in named for name in item.arguments}
+    aggregates = rule.group.named("first", "list") if rule.group is not None else ()
+    return sides | {item.name.lower(): sides[name.lower()] for item in aggregates for name in item.arguments}
 
 
 def _leaves(shape: Shape) -> Iterator[str]:
@@ -189,17 +191,17 @@ def _parts(node: exp.Expr | None) -> tuple[Path, exp.Expr, exp.Expr] | None:
     if isinstance(node, exp.Column) and next(columns(node), None) is not None:
         return tuple(part.name for part in node.parts), node.parts[0], node.parts[-1]
     if isinstance(node, exp.Dot) and (name := _field_name(node)) is not None:
-        found = _parts(node.this)
-        return None if found is None else ((*found[0], name.name), found[1], name)
+        parts = _parts(node.this)
+        return None if parts is None else ((*parts[0], name.name), parts[1], name)
     if isinstance(node, exp.Paren):
         return _parts(node.this)
-    if isinstance(node, exp.Bracket) and (found := _parts(node.this)) is not None:
+    if isinstance(node, exp.Bracket) and (parts := _parts(node.this)) is not None:
         # A text is the name of a struct's field, a number the place of an element.
         names = tuple(item.name for item in node.expressions if isinstance(item, exp.Literal) and item.is_string)
-        return (*found[0], *names), found[1], found[2]
+        return (*parts[0], *names), parts[1], parts[2]
     if isinstance(node, exp.Identifier) and (array := _array_of(node)) is not None:
-        found = _parts(array)
-        return None if found is None else (found[0], node, node)
+        parts = _parts(array)
+        return None if parts is None else (parts[0], node, node)
     return None
 
 
@@ -220,10 +222,10 @@ def _array_of(variable: exp.Identifier) -> exp.Expr | None:
     parent = variable.parent
     while parent is not None:
         if isinstance(parent, exp.Lambda):
-            bound = [item.name.lower() for item in parent.expressions]
-            if variable.name.lower() in bound:
+            variables = [item.name.lower() for item in parent.expressions]
+            if variable.name.lower() in variables:
                 call = parent.parent
-                if bound[0] != variable.name.lower():
+                if variables[0] != variable.name.lower():
                     return None
                 if isinstance(call, exp.Exists | exp.ArrayFilter):
                     return call.this
@@ -289,7 +291,7 @@ def _with_newest(
         kind = column.type
         for path in paths:
             if path[0] == side:
-                kind = _added(kind, newest, path[1:], ids[side])
+                kind = _with_field(kind, newest, path[1:], ids[side])
         schema = schema.set(schema.get_field_index(side), pa.field(side, kind, metadata=column.metadata))
     return schema
 
@@ -310,83 +312,91 @@ def newest_type(pipeline: Pipeline, item: Input, side: str, ids: Sequence[int]) 
             continue
     for subject in subjects:
         try:
-            if (found := registry.latest(subject)) is not None:
-                return arrow_type(found[1])
+            if (schema := registry.latest(subject)) is not None:
+                return arrow_type(schema[1])
         except (SchemaError, SchemaUnknown):
             return None
     return None
 
 
-def _added(kind: pa.DataType, newest: pa.DataType, path: Path, ids: Sequence[int]) -> pa.DataType:
+def _with_field(kind: pa.DataType, newest: pa.DataType, path: Path, ids: Sequence[int]) -> pa.DataType:
     """``kind`` with the field at ``path`` added from the type ``newest``; ``kind`` itself if ``newest`` lacks the field.
 
     ``ids``: the registry ids of the known writer schemas, which lack the field.
     """
     if pa.types.is_list(kind) and pa.types.is_list(newest):
-        return pa.list_(_added(kind.value_type, newest.value_type, path, ids))
+        return pa.list_(_with_field(kind.value_type, newest.value_type, path, ids))
     if not pa.types.is_struct(kind) or not pa.types.is_struct(newest):
         return kind
-    own, other = _field(kind, path[0]), _field(newest, path[0])
-    if other is None:
+    known_field, newest_field = _field(kind, path[0]), _field(newest, path[0])
+    if newest_field is None:
         return kind
-    if own is None:
-        new = in_lake(maybe_missing(other), [item.name for item in fields_of(kind)])
-        return pa.struct([*fields_of(kind), lacked_by(new, ids)])
-    inner = own.with_type(_added(own.type, other.type, path[1:], ids))
-    return pa.struct([inner if item.name == own.name else item for item in fields_of(kind)])
+    if known_field is None:
+        added_field = in_lake(maybe_missing(newest_field), [item.name for item in fields_of(kind)])
+        return pa.struct([*fields_of(kind), lacked_by(added_field, ids)])
+    inner = known_field.with_type(_with_field(known_field.type, newest_field.type, path[1:], ids))
+    return pa.struct([inner if item.name == known_field.name else item for item in fields_of(kind)])
 
 
-def _without(rule: Rule, known: Mapping[str, pa.Schema]) -> Rule:
+def _without_missing(rule: Rule, schemas: Mapping[str, pa.Schema]) -> Rule:
     """The rule with NULL for the fields that are still missing."""
 
-    def edited(sql: str, sides: Sides) -> str:
-        return _edited(sql, sides, known)
+    def edited_sql(sql: str, sides: Sides) -> str:
+        return _edited_sql(sql, sides, schemas)
 
     sides = _sides(rule)
-    key = _filled(_shaped(rule.key, sides, known), rule.key, f"rule {rule.name}", "key")
-    value = _filled(_shaped(rule.value, sides, known), rule.value, f"rule {rule.name}", "value")
-    keep = None if rule.keep is None else edited(rule.keep, sides)
+    key = _filled(_edited_shape(rule.key, sides, schemas), rule.key, f"rule {rule.name}", "key")
+    value = _filled(_edited_shape(rule.value, sides, schemas), rule.value, f"rule {rule.name}", "value")
+    keep = None if rule.keep is None else edited_sql(rule.keep, sides)
     headers = rule.headers
     if headers is not None:
         headers = (
-            edited(headers, sides)
+            edited_sql(headers, sides)
             if isinstance(headers, str)
-            else {name: edited(sql, sides) for name, sql in headers.items()}
+            else {name: edited_sql(sql, sides) for name, sql in headers.items()}
         )
-    own = tuple(
+    edited_sides = tuple(
         replace(
             side,
-            where=None if side.where is None else edited(side.where, {"": side.topic}),
-            keys=tuple(edited(sql, sides) for sql in side.keys),
+            where=None if side.where is None else edited_sql(side.where, {"": side.topic}),
+            keys=tuple(edited_sql(sql, sides) for sql in side.keys),
         )
         for side in rule.sides
     )
     lookups = tuple(
-        replace(item, on=tuple((edited(record, sides), row) for record, row in item.on)) for item in rule.lookups
+        replace(item, on=tuple((edited_sql(record, sides), row) for record, row in item.on)) for item in rule.lookups
     )
-    explode = None if rule.explode is None else edited(rule.explode, sides)
-    group = None if rule.group is None else rule.group.edited(lambda sql: edited(sql, sides))
+    explode = None if rule.explode is None else edited_sql(rule.explode, sides)
+    group = None if rule.group is None else rule.group.edited(lambda sql: edited_sql(sql, sides))
     return replace(
-        rule, sides=own, key=key, value=value, keep=keep, headers=headers, lookups=lookups, group=group, explode=explode
+        rule,
+        sides=edited_sides,
+        key=key,
+        value=value,
+        keep=keep,
+        headers=headers,
+        lookups=lookups,
+        group=group,
+        explode=explode,
     )
 
 
-def _edited(sql: str, sides: Sides, known: Mapping[str, pa.Schema]) -> str:
-    """The expression with NULL for the fields that no table of ``known`` (by topic) has."""
-    missing: list[TextSpan] = []
+def _edited_sql(sql: str, sides: Sides, schemas: Mapping[str, pa.Schema]) -> str:
+    """The expression with NULL for the fields that no table has. ``schemas``: topic → its table's schema."""
+    spans: list[TextSpan] = []
     for name in _names(sql):
         place = _place(name, sides)
-        if place is not None and place[0] in known and _lacking(known[place[0]], place[1]):
-            missing.append((name.start, name.end))
-    return with_nulls(parse(sql), missing) if missing else sql
+        if place is not None and place[0] in schemas and _lacking(schemas[place[0]], place[1]):
+            spans.append((name.start, name.end))
+    return with_nulls(parse(sql), spans) if spans else sql
 
 
-def _shaped(shape: Shape, sides: Sides, known: Mapping[str, pa.Schema]) -> Shape:
+def _edited_shape(shape: Shape, sides: Sides, schemas: Mapping[str, pa.Schema]) -> Shape:
     """The shape with edited expressions, without the fields that became nothing."""
     if isinstance(shape, str) or shape is None:
-        return None if shape is None else _edited(shape, sides, known)
-    made = {name: _shaped(part, sides, known) for name, part in shape.items()}
-    return {name: part for name, part in made.items() if part == shape[name] or part not in _NOTHING}
+        return None if shape is None else _edited_sql(shape, sides, schemas)
+    parts = {name: _edited_shape(part, sides, schemas) for name, part in shape.items()}
+    return {name: part for name, part in parts.items() if part == shape[name] or part not in _NOTHING}
 
 
 def _filled(shape: Shape, before: Shape, place: str, side: str) -> Shape:

@@ -97,22 +97,22 @@ def _lacking(shape: Shape, sides: Mapping[str, pa.Schema], path: FieldPath) -> I
     elif shape is not None and (columns := _columns(shape, sides)) and columns[0].name in ("key", "value"):
         side = name_sql(_names(shape)[0])
         number = f"{side}.kafka.{columns[0].name}_schema_id"
-        own = ".".join([side, *(name_sql(column.name) for column in columns)])
+        path_name = ".".join([side, *(name_sql(column.name) for column in columns)])
         # A field of a struct that is missing is missing too.
         ids = {number for column in columns for number in lacking(column)} if len(path) > 1 else set[int]()
         if ids:
-            yield _unless(number, ids, own, path)
-        yield from _lacking_inside(columns[-1].type, number, own, path, ids)
+            yield _unless(number, ids, path_name, path)
+        yield from _lacking_inside(columns[-1].type, number, path_name, path, ids)
 
 
 def _lacking_inside(
-    kind: pa.DataType, number: str, column: str, path: FieldPath, known: Collection[int]
+    kind: pa.DataType, number: str, column: str, path: FieldPath, outer_ids: Collection[int]
 ) -> Iterator[str]:
     for item in fields_of(kind) if pa.types.is_struct(kind) else ():
-        inner, ids = f"{column}.{name_sql(item.name)}", {*lacking(item)} - {*known}
+        inner, ids = f"{column}.{name_sql(item.name)}", {*lacking(item)} - {*outer_ids}
         if ids:
             yield _unless(number, ids, inner, (*path, item.name))
-        yield from _lacking_inside(item.type, number, inner, (*path, item.name), {*known, *ids})
+        yield from _lacking_inside(item.type, number, inner, (*path, item.name), {*outer_ids, *ids})
 
 
 def _unless(number: str, ids: Collection[int], column: str, path: FieldPath) -> str:
@@ -139,15 +139,15 @@ def _columns(sql: str, sides: Mapping[str, pa.Schema]) -> list[pa.Field]:
     names = ["", *_names(sql)] if "" in sides else _names(sql)
     if len(names) < 2 or names[0].lower() not in sides:
         return []
-    found: list[pa.Field] = []
+    path_fields: list[pa.Field] = []
     fields: Sequence[pa.Field] = list(sides[names[0].lower()])
     for name in names[1:]:
-        here = [item for item in fields if item.name.lower() == name.lower()]
-        if not here:
+        matches = [item for item in fields if item.name.lower() == name.lower()]
+        if not matches:
             return []
-        found.append(here[0])
-        fields = fields_of(here[0].type) if pa.types.is_struct(here[0].type) else []
-    return found
+        path_fields.append(matches[0])
+        fields = fields_of(matches[0].type) if pa.types.is_struct(matches[0].type) else []
+    return path_fields
 
 
 def _names(sql: str) -> list[str]:
@@ -176,31 +176,31 @@ def topic_notes(
     earlier records have as required, None without earlier records.
     """
     parts = list(rules)
-    found: dict[FieldPath, Note] = {}
+    notes: dict[FieldPath, Note] = {}
     for path in dict.fromkeys(path for part in parts for path in part):
-        notes = [note for part in parts if (note := part.get(path)) is not None]
-        note = reduce(common_note, notes) if notes else PLAIN
-        sure = whole and len(notes) == len(parts) and not {"[]", "{}"} & set(path)
+        rule_notes = [note for part in parts if (note := part.get(path)) is not None]
+        note = reduce(common_note, rule_notes) if rule_notes else PLAIN
+        sure = whole and len(rule_notes) == len(parts) and not {"[]", "{}"} & set(path)
         if not sure or (required is not None and path not in required):
             note = replace(note, required=False)
-        found[path] = note
-    return found
+        notes[path] = note
+    return notes
 
 
 def with_notes(kind: pa.DataType, notes: Notes, path: FieldPath = ()) -> pa.DataType:
     """The type with its fields' notes."""
     kinds = pa.types
     if kinds.is_struct(kind):
-        made: list[pa.Field] = []
+        fields: list[pa.Field] = []
         for item in fields_of(kind):
             inner = (*path, item.name)
             note = notes.get(inner) or PLAIN
-            made.append(
+            fields.append(
                 field_with_notes(
                     item.name, with_notes(item.type, notes, inner), connect=note, topic_name=original(item)
                 )
             )
-        return pa.struct(made)
+        return pa.struct(fields)
     if kinds.is_list(kind):
         return pa.list_(with_notes(kind.value_type, notes, (*path, "[]")))
     if kinds.is_map(kind):
@@ -257,25 +257,25 @@ def null_masks(values: pa.Array, required: Collection[FieldPath]) -> dict[FieldP
 
     ``values`` have the lake's names, and paths the topic's.
     """
-    found: dict[FieldPath, Mask] = {}
+    masks: dict[FieldPath, Mask] = {}
     for path in required:
-        column, there = values, values.is_valid()
+        column, struct_mask = values, values.is_valid()
         for name in path:
             index = _place(column.type, name) if pa.types.is_struct(column.type) else -1
             if index < 0:
                 break
-            there = column.is_valid()
+            struct_mask = column.is_valid()
             column = column.flatten()[index]
         else:
-            if column.null_count and (mask := pc.and_(there, column.is_null())).true_count:
-                found[path] = mask.to_numpy(zero_copy_only=False)
-    return found
+            if column.null_count and (mask := pc.and_(struct_mask, column.is_null())).true_count:
+                masks[path] = mask.to_numpy(zero_copy_only=False)
+    return masks
 
 
 def _place(type: pa.DataType, name: str) -> int:
     """The index of a struct's field by its name in the topic; -1: there is none."""
     names = [type.field(at).name for at in range(type.num_fields)]
-    originals = [original_name(each) for each in names]
+    originals = [original_name(name) for name in names]
     # Tables from before fields were renamed may have a name that looks encoded.
     return originals.index(name) if name in originals else names.index(name) if name in names else -1
 
@@ -315,18 +315,18 @@ def _without(schema: Any, path: tuple[str, ...], paths: frozenset[str]) -> Any:
         return [_without(branch, path, paths) for branch in schema]
     if not isinstance(schema, dict) or schema.get("type") != "record":
         return schema
-    kept: list[Any] = []
+    fields: list[Any] = []
     for field in schema["fields"]:
         inner = (*path, field["name"])
         if path_sql(inner) in paths:
             continue
-        made = _without(field["type"], inner, paths)
-        if _NULLABLE + path_sql(inner) in paths and not isinstance(made, list):
-            kept.append({**field, "type": ["null", made], "default": None})
+        field_type = _without(field["type"], inner, paths)
+        if _NULLABLE + path_sql(inner) in paths and not isinstance(field_type, list):
+            fields.append({**field, "type": ["null", field_type], "default": None})
             continue
-        if made == field["type"] or record_fields(made) != []:
-            kept.append({**field, "type": made})
-    return {**schema, "fields": kept}
+        if field_type == field["type"] or record_fields(field_type) != []:
+            fields.append({**field, "type": field_type})
+    return {**schema, "fields": fields}
 
 
 @lru_cache(maxsize=256)

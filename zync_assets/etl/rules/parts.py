@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType
 
 
-def emitted(frame: DataFrame, rule: Rule, about: Sequence[str], made: str, emission: Emission) -> DataFrame:
-    """Result rows with their outputs. ``about``: the other columns, with ``kind`` and ``rule``; ``made``: whether a row makes
-    outputs, as SQL over ``frame``."""
+def output_rows(frame: DataFrame, rule: Rule, about: Sequence[str], condition: str, emission: Emission) -> DataFrame:
+    """Result rows with their outputs. ``about``: the other columns, with ``kind`` and ``rule``; ``condition``: whether a row
+    makes outputs, as SQL over ``frame``."""
     assert emission.target is not None
     if not emission.parts:
         outputs = emission.columns(rule, emission.target)
         return frame.selectExpr(
-            *about, *(f"CASE WHEN {made} THEN {sql} END AS {name_sql(name)}" for name, sql in outputs)
+            *about, *(f"CASE WHEN {condition} THEN {sql} END AS {name_sql(name)}" for name, sql in outputs)
         )
     types = _types(emission)
-    each = [(at, part, dict(emission.columns(part, target))) for at, part, target in emission.parts]
-    searching = not types.keys() >= {name for _, _, columns in each for name in columns} - {KEPT}
-    names = list(dict.fromkeys(name for _, _, columns in each for name in columns if name != KEPT))
-    arrays = [_array(at, part, columns, names, types, searching) for at, part, columns in each]
-    rows = frame.selectExpr(*about, f"CASE WHEN {made} THEN concat({', '.join(arrays)}) END AS parts")
+    parts = [(at, part, dict(emission.columns(part, target))) for at, part, target in emission.parts]
+    searching = not types.keys() >= {name for _, _, columns in parts for name in columns} - {KEPT}
+    names = list(dict.fromkeys(name for _, _, columns in parts for name in columns if name != KEPT))
+    arrays = [_array(at, part, columns, names, types, searching) for at, part, columns in parts]
+    rows = frame.selectExpr(*about, f"CASE WHEN {condition} THEN concat({', '.join(arrays)}) END AS parts")
     rows = rows.selectExpr("*", "posexplode_outer(parts) AS (number, part)")
     return rows.selectExpr(
         "* EXCEPT (kind, rule, parts, number, part)",
@@ -68,16 +68,16 @@ def _array(
         sql = columns.get(name, none)
         return f"{sql} AS {name_sql(name)}" if searching else f"CAST({sql} AS {types[name]}) AS {name_sql(name)}"
 
-    made = f"struct({', '.join([f'{at} AS rule', *map(column, names)])})"
+    output = f"struct({', '.join([f'{at} AS rule', *map(column, names)])})"
     if searching:
-        return f"array({made})"
+        return f"array({output})"
     if part.explode is None:
         keep = part.keep or "true"
-        return f"filter(array(CASE WHEN {keep} THEN {made} END), part -> part IS NOT NULL)"
+        return f"filter(array(CASE WHEN {keep} THEN {output} END), part -> part IS NOT NULL)"
     items = f"coalesce({part.explode}, array())"
     if part.keep is not None:
         items = f"filter({items}, {ITEM} -> {part.keep})"
-    return f"transform({items}, {ITEM} -> {made})"
+    return f"transform({items}, {ITEM} -> {output})"
 
 
 def item_type(sides: Mapping[str, DataFrame], rule: Rule) -> DataType:
@@ -129,17 +129,17 @@ def parts_of(
     rules: Sequence[Rule], types: Mapping[str, OutputTypes], rule: Rule
 ) -> list[tuple[int, Rule, OutputColumns]]:
     """The outputs of a rule with several: each as a rule with its index. EtlError for one whose types are not known."""
-    each = [(at, part) for at, part in enumerate(rules) if rule.name in (part.name, part.part_of)]
-    for _, part in each:
+    parts = [(at, part) for at, part in enumerate(rules) if rule.name in (part.name, part.part_of)]
+    for _, part in parts:
         if part.name in types[part.out].untyped:
             raise EtlError(types[part.out].untyped[part.name])
-    return [(at, part, types[part.out].targets[part.name]) for at, part in each]
+    return [(at, part, types[part.out].targets[part.name]) for at, part in parts]
 
 
 def optional_columns(rules: Sequence[Rule], names: Collection[str], *, merges: bool, held: bool) -> list[str]:
     """The columns of result rows that only some rules make. ``names``: the rules with several outputs of a match; ``merges``:
     outputs are merged; ``held``: an output is held."""
-    found = ["takers", *(["rows"] if held else [])] if merges else []
-    found += ["olds"] if merges or any(rule.group is not None or rule.expiry is not None for rule in rules) else []
-    found += ["extra", "number"] if any(rule.name in names for rule in rules) else []
-    return [*found, "since"] if any(rule.expiry is not None for rule in rules) else found
+    columns = ["takers", *(["rows"] if held else [])] if merges else []
+    columns += ["olds"] if merges or any(rule.group is not None or rule.expiry is not None for rule in rules) else []
+    columns += ["extra", "number"] if any(rule.name in names for rule in rules) else []
+    return [*columns, "since"] if any(rule.expiry is not None for rule in rules) else columns

@@ -41,24 +41,24 @@ def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: st
     from pyspark.errors import AnalysisException, ParseException
 
     place = _place(sides, sql)
-    found = _TYPES.get(place)
-    if found is None:
+    result_type = _TYPES.get(place)
+    if result_type is None:
         try:
-            found = _asked(sides, [f"{sql} AS `it`"]).schema["it"].dataType
+            result_type = _selection(sides, [f"{sql} AS `it`"]).schema["it"].dataType
         except (AnalysisException, ParseException) as error:
             kind = FieldMissing if (error.getCondition() or "").startswith(_MISSING) else EtlError
-            raise kind(f"rule {rule}, {key}: {sql}: {_fieldless(error) or short(error)}") from error
-        found = nullable(found)
-        _TYPES.put(place, found)
-    return found
+            raise kind(f"rule {rule}, {key}: {sql}: {_field_error(error) or short(error)}") from error
+        result_type = nullable(result_type)
+        _TYPES.put(place, result_type)
+    return result_type
 
 
-def _fieldless(error: PySparkException) -> str | None:
+def _field_error(error: PySparkException) -> str | None:
     """The text for a field of what has no fields; None for another error."""
-    told = error.getMessageParameters() or {}
-    if error.getCondition() != "INVALID_EXTRACT_BASE_FIELD_TYPE" or not told.keys() >= {"base", "other"}:
+    parameters = error.getMessageParameters() or {}
+    if error.getCondition() != "INVALID_EXTRACT_BASE_FIELD_TYPE" or not parameters.keys() >= {"base", "other"}:
         return None
-    base, kind = told["base"].strip('"'), told["other"].strip('"').lower()
+    base, kind = parameters["base"].strip('"'), parameters["other"].strip('"').lower()
     if base == ITEM:
         return (
             f"an element of the array is {kind}, and has no fields. Write {ITEM} alone, or explode an array of structs."
@@ -87,30 +87,30 @@ def learn_types(questions: Iterable[Question]) -> None:
     unknown = {_place(sides, sql): (sides, sql) for sides, sql in questions}
     for place, (sides, sql) in unknown.items():
         if place not in _TYPES:
-            same = tuple((side, id(frame)) for side, frame in sides.items())
-            groups.setdefault(same, []).append((sides, sql))
-    asked = [question for group in groups.values() for question in group]
-    if len(asked) < 2:
+            sides_key = tuple((side, id(frame)) for side, frame in sides.items())
+            groups.setdefault(sides_key, []).append((sides, sql))
+    unlearned = [question for group in groups.values() for question in group]
+    if len(unlearned) < 2:
         return
-    numbers = iter(range(len(asked)))
+    numbers = iter(range(len(unlearned)))
     try:
         frames = [
-            _asked(group[0][0], [f"{sql} AS `it{next(numbers)}`" for _, sql in group]) for group in groups.values()
+            _selection(group[0][0], [f"{sql} AS `it{next(numbers)}`" for _, sql in group]) for group in groups.values()
         ]
-        found = reduce(lambda one, other: one.crossJoin(other), frames).schema
+        columns = reduce(lambda one, other: one.crossJoin(other), frames).schema
     except (AnalysisException, ParseException):
         return
-    if found.names == [f"it{number}" for number in range(len(asked))]:
-        for each, item in zip(asked, found, strict=True):
-            _TYPES.put(_place(*each), nullable(item.dataType))
+    if columns.names == [f"it{number}" for number in range(len(unlearned))]:
+        for question, item in zip(unlearned, columns, strict=True):
+            _TYPES.put(_place(*question), nullable(item.dataType))
 
 
 def schema_of(frame: DataFrame) -> StructType:
     """A record frame's schema, asked for once."""
-    found = _SCHEMAS.get(frame)
-    if found is None:
-        found = _SCHEMAS[frame] = frame.schema
-    return found
+    schema = _SCHEMAS.get(frame)
+    if schema is None:
+        schema = _SCHEMAS[frame] = frame.schema
+    return schema
 
 
 def note_schema(frame: DataFrame, schema: StructType) -> DataFrame:
@@ -123,7 +123,7 @@ def _place(sides: Mapping[str, DataFrame], sql: str) -> tuple[object, ...]:
     return (sql, *((side, schema_of(frame)) for side, frame in sides.items()))
 
 
-def _asked(sides: Mapping[str, DataFrame], columns: Sequence[str]) -> DataFrame:
+def _selection(sides: Mapping[str, DataFrame], columns: Sequence[str]) -> DataFrame:
     frames = [
         # A frame of rows has its rows under their alias already.
         frame.selectExpr(f"struct(kafka, key, value) AS `{side}`")
@@ -193,37 +193,37 @@ def _claim(kind: DataType, path: str, owners: dict[str, str], who: str) -> None:
 
 
 def _unify(
-    have: DataType, more: DataType, path: str, first: Mapping[str, str], second: Mapping[str, str], *, wide: bool
+    have: DataType, added: DataType, path: str, first: Mapping[str, str], second: Mapping[str, str], *, wide: bool
 ) -> DataType:
     """``first`` and ``second`` say by path who gives a field its type; ``wide``: two types may become a wider one."""
     from pyspark.sql.types import NullType, StructField, StructType
 
     if isinstance(have, NullType):
-        return more
-    if isinstance(more, NullType) or have.simpleString() == more.simpleString():
+        return added
+    if isinstance(added, NullType) or have.simpleString() == added.simpleString():
         return have
-    if isinstance(have, StructType) and isinstance(more, StructType):
+    if isinstance(have, StructType) and isinstance(added, StructType):
         fields = {item.name: item.dataType for item in have}
-        written = {name.lower(): name for name in fields}
-        for item in more:
-            other = written.get(item.name.lower(), item.name)
-            below = f"{path}.{item.name}"
-            if other != item.name:
+        names = {name.lower(): name for name in fields}
+        for item in added:
+            other_name = names.get(item.name.lower(), item.name)
+            field_path = f"{path}.{item.name}"
+            if other_name != item.name:
                 raise EtlError(
-                    f"{path}: {item.name} in {second[below]} and {other} differ in case alone; the lake can't tell them"
+                    f"{path}: {item.name} in {second[field_path]} and {other_name} differ in case alone; the lake can't tell them"
                     " apart. Write them alike."
                 )
-            known = fields.get(item.name, NullType())
-            fields[item.name] = _unify(known, item.dataType, below, first, second, wide=wide)
+            field_type = fields.get(item.name, NullType())
+            fields[item.name] = _unify(field_type, item.dataType, field_path, first, second, wide=wide)
         return StructType([StructField(name, kind) for name, kind in fields.items()])
-    found = wider(have, more) if wide else None
-    if found is None:
+    common = wider(have, added) if wide else None
+    if common is None:
         cure = "CAST the rule's, or name another output" if wide else "CAST one of them"
         raise EtlError(
-            f"{path} is {more.simpleString()} in {second[path]} and {have.simpleString()} in {first[path]}. A field of an"
+            f"{path} is {added.simpleString()} in {second[path]} and {have.simpleString()} in {first[path]}. A field of an"
             f" output topic has one type in all rules: {cure}."
         )
-    return found
+    return common
 
 
 def wider(one: DataType, other: DataType) -> DataType | None:
@@ -241,15 +241,15 @@ def wider(one: DataType, other: DataType) -> DataType | None:
     if isinstance(one, StructType) and isinstance(other, StructType):
         kinds = [wider(a.dataType, b.dataType) for a, b in zip(one, other, strict=False) if a.name == b.name]
         whole = len(one) == len(other) == len(kinds)
-        named = zip(one.names, kinds, strict=False)
-        fields = [StructField(name, kind) for name, kind in named if kind is not None]
+        named_kinds = zip(one.names, kinds, strict=False)
+        fields = [StructField(name, kind) for name, kind in named_kinds if kind is not None]
         return StructType(fields) if whole and len(fields) == len(kinds) else None
     if isinstance(one, StringType) or isinstance(other, StringType):
         return None
     from pyspark.sql.pandas.types import to_arrow_type
 
-    found = wider_type(to_arrow_type(one), to_arrow_type(other))
-    return None if found is None else spark_type(found)
+    common = wider_type(to_arrow_type(one), to_arrow_type(other))
+    return None if common is None else spark_type(common)
 
 
 def void_fields(kind: DataType, path: str = "") -> list[str]:
@@ -259,7 +259,9 @@ def void_fields(kind: DataType, path: str = "") -> list[str]:
     if isinstance(kind, NullType):
         return [path]
     if isinstance(kind, StructType):
-        return [found for item in kind for found in void_fields(item.dataType, f"{path}.{item.name}".strip("."))]
+        return [
+            void_path for item in kind for void_path in void_fields(item.dataType, f"{path}.{item.name}".strip("."))
+        ]
     return []
 
 
@@ -312,7 +314,7 @@ def _widened(sql: str, have: DataType, want: DataType) -> str:
 
 
 def _struct_sql(parts: Sequence[tuple[str, str]]) -> str:
-    return f"named_struct({', '.join(f'{text_sql(name)}, {made}' for name, made in parts)})"
+    return f"named_struct({', '.join(f'{text_sql(name)}, {sql}' for name, sql in parts)})"
 
 
 def type_sql(kind: DataType) -> str:
@@ -335,13 +337,13 @@ COLUMN = "array<struct<key:string,value:binary>>"
 def headers_sql(headers: Headers) -> str:
     """One expression for all headers. Of a mapping, those that are null are left out."""
     if isinstance(headers, str):
-        kept = f"filter({headers}, header -> header.key IS NOT NULL)"
-        each = "named_struct('key', header.key, 'value', CAST(header.value AS BINARY))"
-        return f"transform({kept}, header -> {each})"
-    each = ", ".join(
+        keyed_headers = f"filter({headers}, header -> header.key IS NOT NULL)"
+        header_structs = "named_struct('key', header.key, 'value', CAST(header.value AS BINARY))"
+        return f"transform({keyed_headers}, header -> {header_structs})"
+    header_structs = ", ".join(
         f"named_struct('key', {text_sql(name)}, 'value', CAST(({sql}) AS BINARY))" for name, sql in headers.items()
     )
-    return f"filter(array({each}), header -> header.value IS NOT NULL)"
+    return f"filter(array({header_structs}), header -> header.value IS NOT NULL)"
 
 
 def check_headers(sides: Mapping[str, DataFrame], headers: Headers, rule: str) -> None:

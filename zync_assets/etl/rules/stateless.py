@@ -16,7 +16,7 @@ from zync_assets.etl.rules.kind import (
     records_sql,
     source_sql,
 )
-from zync_assets.etl.rules.parts import emitted
+from zync_assets.etl.rules.parts import output_rows
 from zync_assets.pipeline import Rule
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Stateless(Kind):
         )
         if target is None:
             return [frame.selectExpr(*about, "false AS extra", "0 AS number")]
-        return [emitted(frame, rule, about, f"{looked} = 'out'", emission)]
+        return [output_rows(frame, rule, about, f"{looked} = 'out'", emission)]
 
     def from_sql(self, rule: Rule) -> str:
         return records_sql(rule, rule.sides[0])

@@ -31,7 +31,7 @@ class ViewKind(Kind):
         view = _view(rule)
         lines = [view.root]
         for join in view.joins:
-            equal = " AND ".join(f"({before}) = ({own})" for before, own in join.on)
+            equal = " AND ".join(f"({earlier_sql}) = ({own_sql})" for earlier_sql, own_sql in join.on)
             lines.append(f"{'LEFT ' if join.kind == 'left' else ''}JOIN {join.alias} ON {equal}")
         return "\n".join(lines)
 
@@ -46,7 +46,7 @@ def query_sql(rule: Rule, kind: ViewKind, pipeline: Pipeline) -> str:
 
     view = _view(rule)
     tables = ",\n".join(f"{item.alias} AS ({latest_sql(item, pipeline)})" for item in view.tables)
-    value = _sorted(rule.value)
+    value = _with_order(rule.value)
     headers = "" if rule.headers is None else f", {ordered(headers_sql(rule.headers))} AS headers"
     lines = [
         f"-- {rule.name}: {kind.summary}",
@@ -67,20 +67,22 @@ def query_sql(rule: Rule, kind: ViewKind, pipeline: Pipeline) -> str:
 def plan_text(rule: Rule) -> str:
     """The maintenance plan of a view: for each table, the keys that a change of the table touches, and how they are found."""
     view = _view(rule)
-    anchors = {alias for _, sql in leaves(rule.key, "key") for alias in _spelled(view, sql)}
+    anchors = {alias for _, sql in leaves(rule.key, "key") for alias in _aliases(view, sql)}
     lines = [f"-- {rule.name}: how a batch keeps the view"]
     for item in view.tables:
         origin = view.origin(item.alias, anchors)
         steps = view.path(item.alias if origin is None else origin.far, anchors)
-        lines.append(f"-- a change of {item.alias} ({item.topic}) touches the keys {_shown(rule.key)} of")
+        lines.append(f"-- a change of {item.alias} ({item.topic}) touches the keys {_shape_text(rule.key)} of")
         lines.append(f"--   the changed rows {item.alias}, as they were before the batch and as they are after it")
         lines += [
             f"--   with the rows {step.far} that have {_equal(step.pairs)}{', or nulls' if step.outer else ''}:"
             f" a {'left' if step.outer else 'semi'} join of {step.near} with the state of {step.far}"
             for step in ([] if origin is None else [origin]) + steps
         ]
-    always = {alias for _, sql in leaves(rule.key, "key") if len(names := _spelled(view, sql)) == 1 for alias in names}
-    if not always - view.optional:
+    required_aliases = {
+        alias for _, sql in leaves(rule.key, "key") if len(names := _aliases(view, sql)) == 1 for alias in names
+    }
+    if not required_aliases - view.optional:
         lines.append(
             f"-- No field of the key is of one table whose row is always there: a batch reads all rows {view.root}."
         )
@@ -91,22 +93,22 @@ def plan_text(rule: Rule) -> str:
 
 
 def _equal(pairs: list[tuple[str, str]]) -> str:
-    return " and ".join(f"{found} = {given}" for given, found in pairs)
+    return " and ".join(f"{far_sql} = {near_sql}" for near_sql, far_sql in pairs)
 
 
-def _shown(shape: Shape) -> str:
+def _shape_text(shape: Shape) -> str:
     if isinstance(shape, Mapping):
-        return f"{{{', '.join(f'{name}: {_shown(part)}' for name, part in shape.items())}}}"
+        return f"{{{', '.join(f'{name}: {_shape_text(part)}' for name, part in shape.items())}}}"
     return shape or "NULL"
 
 
-def _sorted(shape: Shape) -> Shape:
+def _with_order(shape: Shape) -> Shape:
     """The shape with sorted collections: Spark collects in no order."""
     from zync_assets.pipeline_file.view_expressions import ordered
 
     if isinstance(shape, str):
         return ordered(shape)
-    return None if shape is None else {name: _sorted(part) for name, part in shape.items()}
+    return None if shape is None else {name: _with_order(part) for name, part in shape.items()}
 
 
 def latest_sql(item: ViewTable, pipeline: Pipeline) -> str:
@@ -138,7 +140,7 @@ def _value_type(pipeline: Pipeline, topic: str) -> DataType | None:
     return spark_type(parse_ddl(item.value.ddl))
 
 
-def _spelled(view: View, sql: str) -> list[str]:
+def _aliases(view: View, sql: str) -> list[str]:
     """The aliases of an expression, in the order of the view's tables."""
     from zync_assets.pipeline_file.view_expressions import aliases_of
 
