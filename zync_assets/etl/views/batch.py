@@ -69,18 +69,18 @@ if TYPE_CHECKING:
 def check_definitions(pipeline: Pipeline, pool: str, head: Head) -> None:
     """EtlError if the account's state is not that of the pipeline file's views."""
     rules = pipeline.rules_of(pool)
-    changed = [rule.name for rule in rules if rule.view is not None and has_changed(head.views, rule, rules)]
-    if changed:
-        one = len(changed) == 1
+    changed_names = [rule.name for rule in rules if rule.view is not None and has_changed(head.views, rule, rules)]
+    if changed_names:
+        is_single = len(changed_names) == 1
         raise EtlError(
-            f"pool {pool}: the {'definition of view' if one else 'definitions of the views'} {', '.join(changed)} changed since"
-            f" {'its result was' if one else 'their results were'} staged. Nothing was done. Put the old"
-            f" definition{'' if one else 's'} back, or compute the result{'' if one else 's'} again:"
+            f"pool {pool}: the {'definition of view' if is_single else 'definitions of the views'} {', '.join(changed_names)}"
+            f" changed since {'its result was' if is_single else 'their results were'} staged. Nothing was done. Put the old"
+            f" definition{'' if is_single else 's'} back, or compute the result{'' if is_single else 's'} again:"
             f" {pipeline.command('rebuild')}"
         )
     for name, table in tables_of(rules).items():
-        known = head.tables.get(name)
-        if known is None and any(
+        entry = head.tables.get(name)
+        if entry is None and any(
             topic == table.topic and position.seen > position.first for (topic, _), position in head.inputs.items()
         ):
             raise EtlError(
@@ -144,15 +144,15 @@ class Stage:
     @property
     def measured(self) -> bool:
         """Whether rows may be large."""
-        own = {topic: state for topic, state in self.raw.items() if state is not None and topic in self.frames}
-        files = (item for topic, state in own.items() for item in raw_files(state, self.ranges[topic]))
+        table_states = {topic: state for topic, state in self.raw.items() if state is not None and topic in self.frames}
+        files = (item for topic, state in table_states.items() for item in raw_files(state, self.ranges[topic]))
         large = any(item.size > MEASURED * item.records for item in files)
         return large or self.rebuild is not None or BATCH_BYTES in self.pipeline.spark
 
     def records(self, topic: str) -> DataFrame:
         """The records of a topic without those that fail."""
-        frame, failed = self.frames[topic], self.known.condition(topic)
-        return frame if failed is None else note_schema(frame.where(f"NOT ({failed})"), schema_of(frame))
+        frame, condition = self.frames[topic], self.known.condition(topic)
+        return frame if condition is None else note_schema(frame.where(f"NOT ({condition})"), schema_of(frame))
 
 
 def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBatch | None:
@@ -164,28 +164,34 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
     tables, head = tables_of(stage.rules), stage.head
     if stage.rebuild is None:
         check_definitions(stage.pipeline, stage.pool, head)
-    anew = {name for name in tables if stage.rebuild == "state" or (stage.rebuild and name not in head.tables)}
-    lasting = [table for name, table in tables.items() if name not in anew]
+    rebuilt_tables = {
+        name for name in tables if stage.rebuild == "state" or (stage.rebuild and name not in head.tables)
+    }
+    lasting_tables = [table for name, table in tables.items() if name not in rebuilt_tables]
     joins = join_columns(stage.rules)
-    removed = [item for item in (stage.state.files if stage.state else ()) if _is_unused(item, lasting, joins)]
+    removed_files = [
+        item for item in (stage.state.files if stage.state else ()) if _is_unused(item, lasting_tables, joins)
+    ]
     if not tables and not head.tables and not head.views:
         return None
     reader = StateReader(stage.spark, uri)
     with _errors(stage.pool):
         with planned_once(stage.spark) if stage.small else nullcontext():
-            changes, kinds, facts = _changes(stage, tables, anew, reader, folder)
+            changes, kinds, facts = _changes(stage, tables, rebuilt_tables, reader, folder)
         crash_point("etl:state-written")
-        rows, views = _results(stage, kinds, changes, anew, reader, columns)
-        after = {name: StateFiles() if name in anew else state_files(stage.state, tables[name]) for name in kinds}
-        after |= {name: after[name] + change.files for name, change in changes.items()}
-        events = EventRows(reader, kinds, after, stage.small)
+        rows, views = _results(stage, kinds, changes, rebuilt_tables, reader, columns)
+        files = {
+            name: StateFiles() if name in rebuilt_tables else state_files(stage.state, tables[name]) for name in kinds
+        }
+        files |= {name: files[name] + change.files for name, change in changes.items()}
+        events = EventRows(reader, kinds, files, stage.small)
     topics = {table.topic for table in tables.values()}
-    failed = [one for one in stage.known.found.values() if one.topic in topics]
+    failed_records = [failure for failure in stage.known.found.values() if failure.topic in topics]
     return ViewBatch(
         rows,
-        [*facts, *failed_facts(failed)],
+        [*facts, *failed_facts(failed_records)],
         [item for change in changes.values() for item in change.files.all],
-        removed,
+        removed_files,
         [item for kind in kinds.values() for item in kind.schema],
         {**views, **removed_views(head.views, views, stage.rules)},
         {name: TableEntry(table.topic, table.definition) for name, table in tables.items()},
@@ -203,11 +209,11 @@ def _is_unused(item: DataFile, tables: Iterable[Table], joins: Mapping[str, Sequ
 
 
 def _changes(
-    stage: Stage, tables: Mapping[str, Table], anew: Collection[str], reader: StateReader, folder: str
+    stage: Stage, tables: Mapping[str, Table], rebuilt_tables: Collection[str], reader: StateReader, folder: str
 ) -> tuple[dict[str, Change], dict[str, TableType], list[Fact]]:
     """Name of a table → its changes, of the tables that have some; the types of all tables with a schema; and the facts.
 
-    ``anew``: the tables whose state is made from all raw records.
+    ``rebuilt_tables``: the tables whose state is made from all raw records.
     """
     kinds: dict[str, TableType] = {}
     sources: dict[str, tuple[TableType, DataFrame]] = {}
@@ -221,24 +227,26 @@ def _changes(
             continue
         kinds[name] = table_type(table, stage.frames[topic], stage.state)
         raw = stage.raw.get(topic)
-        if name in anew and stage.state is not None and raw is not None:
-            own = declared_frame(stage.pipeline, stage.spark, topic, raw_rows(stage.spark, stage.state, raw, table))
-            if own is not None:
-                sources[name] = kinds[name], stage.ordering.carried(own, topic)
+        if name in rebuilt_tables and stage.state is not None and raw is not None:
+            raw_frame = declared_frame(
+                stage.pipeline, stage.spark, topic, raw_rows(stage.spark, stage.state, raw, table)
+            )
+            if raw_frame is not None:
+                sources[name] = kinds[name], stage.ordering.carried(raw_frame, topic)
         elif stage.ranges[topic]:
             sources[name] = kinds[name], stage.records(topic)
     parts = {name: (kind, record_rows(kind, frame, stage.ordering)) for name, (kind, frame) in sources.items()}
     placeholder, joins = stage.pipeline.unavailable_value, join_columns(stage.rules)
-    found: dict[str, Change] = {}
+    changes: dict[str, Change] = {}
     checks = row_checks(stage.spark, stage.rules, kinds)
     with _failures(stage, lambda: table_failures(stage.spark, sources, checks)):
-        texts = {name: [each.over("row") for each in own] for name, own in checks.items()}
+        texts = {name: [check.over("row") for check in table_checks] for name, table_checks in checks.items()}
         records, facts = table_records(parts, placeholder, small=stage.small, measured=stage.measured, checks=texts)
 
-        def written(at: int) -> Change:
+        def write_table(at: int) -> Change:
             table = records[at].kind.table
-            before = StateFiles() if table.name in anew else state_files(stage.state, table)
-            change = write_changes(reader, records[at], before, f"{folder}/state-{at}", placeholder)
+            old_files = StateFiles() if table.name in rebuilt_tables else state_files(stage.state, table)
+            change = write_changes(reader, records[at], old_files, f"{folder}/state-{at}", placeholder)
             kind, versions = records[at].kind, change.files.versions
             columns = indexed_columns(kind, joins.get(table.name, ()))
             indexes = write_index(reader, kind, versions, columns, small=stage.small)
@@ -246,18 +254,18 @@ def _changes(
 
         # A small batch is planned longer than it runs, and its tables side by side.
         with ThreadPoolExecutor(max(1, len(records)) if stage.small else 1) as pool:
-            made = list(pool.map(written, range(len(records))))
-        found = {each.kind.table.name: change for each, change in zip(records, made, strict=True)}
+            table_changes = list(pool.map(write_table, range(len(records))))
+        changes = {item.kind.table.name: change for item, change in zip(records, table_changes, strict=True)}
     # A rebuild takes no new records.
     facts = [*facts, *untyped_facts(untyped)] if stage.rebuild is None else []
-    return found, kinds, facts
+    return changes, kinds, facts
 
 
 def _results(
     stage: Stage,
     kinds: Mapping[str, TableType],
     changes: Mapping[str, Change],
-    anew: Collection[str],
+    rebuilt_tables: Collection[str],
     reader: StateReader,
     columns: Columns,
 ) -> tuple[list[DataFrame], dict[str, str]]:
@@ -274,7 +282,7 @@ def _results(
         fresh = not has_result(stage.head.views, rule, stage.rules)
         views[rule.name] = definition_of(rule)
         names = {item.alias: table_of(item) for item in rule.view.tables}
-        whole = fresh or any(table.name in anew for table in names.values())
+        whole = fresh or any(table.name in rebuilt_tables for table in names.values())
         if stage.rebuild is not None and not whole:
             continue
         maintenance = Maintenance(
@@ -284,7 +292,7 @@ def _results(
             stage.ordering,
             {alias: kinds[table.name] for alias, table in names.items()},
             {
-                alias: StateFiles() if table.name in anew else state_files(stage.state, table)
+                alias: StateFiles() if table.name in rebuilt_tables else state_files(stage.state, table)
                 for alias, table in names.items()
             },
             {alias: changes[table.name] for alias, table in names.items() if table.name in changes},
@@ -293,12 +301,14 @@ def _results(
             small=stage.small,
         )
         with _failures(stage, partial(view_failures, maintenance)):
-            found = maintenance.results(target, columns)
-        if stage.rebuild is not None and stage.state is not None and found is not None:
-            staged = frames.output_frame(stage.spark, stage.state, rule.out)
-            changed = differences(found, staged, rule.out, index, stage.ordering, stage.state.head, types[0])
-            found = checkpoint(changed)
-        rows += [] if found is None else [found]
+            results = maintenance.results(target, columns)
+        if stage.rebuild is not None and stage.state is not None and results is not None:
+            staged_rows = frames.output_frame(stage.spark, stage.state, rule.out)
+            changed_rows = differences(
+                results, staged_rows, rule.out, index, stage.ordering, stage.state.head, types[0]
+            )
+            results = checkpoint(changed_rows)
+        rows += [] if results is None else [results]
     return rows, views
 
 
@@ -314,16 +324,18 @@ def _failures(stage: Stage, search: Callable[[], Mapping[Place, Failure]]) -> Ge
         except AnalysisException:
             raise
         except (PySparkException, Py4JError) as error:
-            found = (
+            failure_by_place = (
                 {}
                 if is_split(error)
                 or raised_text(error, DUPLICATE) is not None
                 or not (is_of_data(error) or is_overflow(error))
                 else search()
             )
-            if not found:
+            if not failure_by_place:
                 raise
-            raise RowFailures(found if is_overflow(error) else with_reason(found, error)) from error
+            raise RowFailures(
+                failure_by_place if is_overflow(error) else with_reason(failure_by_place, error)
+            ) from error
     except RowFailures as error:
         check_places(stage.pool, error.failures, stage.ranges)
         raise

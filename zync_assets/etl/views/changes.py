@@ -103,7 +103,7 @@ def table_records(
     for name, (kind, rows) in parts.items():
         place = place_sql("key", kind.state_key)
         key_hash = "xxhash64(key)" if _has_hash(kind) else "0L"
-        wanted = (
+        place_expression = (
             f"named_struct('high', {place}.high, 'low', {key_hash})"
             if small
             else f"CASE WHEN {sampled} THEN {slice_place_sql(kind)} END"
@@ -116,7 +116,7 @@ def table_records(
                 f"({null_sql('key', kind.state_key)}) AS keyless",
                 f"coalesce({opens or 'false'}, false) AS open",
                 f"{place}.high AS high",
-                f"{wanted} AS place",
+                f"{place_expression} AS place",
                 f"CASE WHEN row IS NOT NULL THEN xxhash64({', '.join((checks or {}).get(name, ())) or '0'}) END AS checked",
             )
         )
@@ -133,24 +133,24 @@ def table_records(
     )
     from pyspark.sql import functions as F
 
-    both = union(frames).coalesce(1) if small else union(frames)
-    found = both.groupBy("name", "partition").agg(*map(F.expr, sums)).collect()
-    if any(row["keyless"] for row in found):
-        raise RowFailures(_keyless(parts, {row["name"] for row in found if row["keyless"]}))
+    all_rows = union(frames).coalesce(1) if small else union(frames)
+    row_sums = all_rows.groupBy("name", "partition").agg(*map(F.expr, sums)).collect()
+    if any(row["keyless"] for row in row_sums):
+        raise RowFailures(_keyless_failures(parts, {row["name"] for row in row_sums if row["keyless"]}))
     records: list[TableRecords] = []
     facts: dict[tuple[str, int], Fact] = {}
     for name, (kind, rows) in parts.items():
-        own = [row for row in found if row["name"] == name]
-        for row in own:
+        table_sums = [row for row in row_sums if row["name"] == name]
+        for row in table_sums:
             place = kind.table.topic, row["partition"]
             facts[place] = Fact(APPLIED, None, None, *place, False, row["count"], 0)
-        if own:
-            found_places = [tuple(place) for row in own for place in row["places"]]
+        if table_sums:
+            found_places = [tuple(place) for row in table_sums for place in row["places"]]
             places = _places(kind, set(found_places)) if small else None
-            bounds = slice_bounds(() if small else found_places, sum(row["count"] for row in own))
+            bounds = slice_bounds(() if small else found_places, sum(row["count"] for row in table_sums))
             rows = rows.coalesce(1) if small else rows
-            span = min(row["least"] for row in own), max(row["most"] for row in own)
-            opens = any(row["open"] for row in own)
+            span = min(row["least"] for row in table_sums), max(row["most"] for row in table_sums)
+            opens = any(row["open"] for row in table_sums)
             records.append(TableRecords(kind, rows, places, span, bounds, opens, measured))
     return records, list(facts.values())
 
@@ -165,17 +165,17 @@ def _places(kind: TableType, places: Collection[tuple[int, int]]) -> Places:
     return Places(sorted({high for high, _ in places}), hashes)
 
 
-def _keyless(parts: Mapping[str, tuple[TableType, DataFrame]], names: Iterable[str]) -> dict[Place, Failure]:
+def _keyless_failures(parts: Mapping[str, tuple[TableType, DataFrame]], names: Iterable[str]) -> dict[Place, Failure]:
     """The failures of records without a key."""
-    found: dict[Place, Failure] = {}
+    failure_by_place: dict[Place, Failure] = {}
     for name in sorted(names):
         kind, rows = parts[name]
         text = f"its key in table {name} is null, or a part of the key is; give the table another key:"
         places = rows.where(null_sql("key", kind.state_key)).select("partition", "offset").limit(MOST_FAILURES + 1)
         for row in places.collect():
-            at = kind.table.topic, row["partition"], row["offset"]
-            found[at] = Failure(*at, f"table {name}", text)
-    return found
+            place = kind.table.topic, row["partition"], row["offset"]
+            failure_by_place[place] = Failure(*place, f"table {name}", text)
+    return failure_by_place
 
 
 def _placeholders(kind: TableType, placeholder: str | None, row: str) -> list[tuple[str, str]]:
@@ -184,11 +184,11 @@ def _placeholders(kind: TableType, placeholder: str | None, row: str) -> list[tu
 
     if placeholder is None or not kind.envelope or not isinstance(kind.state_row, StructType):
         return []
-    found = (
+    conditions = (
         (item.name, is_placeholder(f"{row}.{name_sql(item.name)}", item.dataType, placeholder))
         for item in kind.state_row
     )
-    return [(name, condition) for name, condition in found if condition is not None]
+    return [(name, condition) for name, condition in conditions if condition is not None]
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Change:
 
 
 def write_changes(
-    reader: StateReader, records: TableRecords, before: StateFiles, folder: str, placeholder: str | None
+    reader: StateReader, records: TableRecords, old_files: StateFiles, folder: str, placeholder: str | None
 ) -> Change:
     """Write the changes of a batch as files of the state, which no commit names yet.
 
@@ -213,48 +213,48 @@ def write_changes(
 
     kind, places = records.kind, records.places
     if places is not None:
-        found = _with_old(_latest(kind, records, placeholder, _looked_up(reader, kind, before, places)))
-        pairs = checkpoint(_replacing(kind, records, placeholder, found), eager=False)
+        latest = _with_old(_latest(kind, records, placeholder, _old_versions(reader, kind, old_files, places)))
+        pairs = checkpoint(_pairs(kind, records, placeholder, latest), eager=False)
         files = write_state(_versions(pairs), kind, reader.uri, folder, small=True)
-        return Change(kind, before, files, pairs)
-    same = before.within(records.span)
-    if not same.versions and not records.opens and not kind.table.by_time:
-        split = _split_sql(kind, "least(before, partition)", "greatest(before, partition)")
+        return Change(kind, old_files, files, pairs)
+    overlapping_files = old_files.within(records.span)
+    if not overlapping_files.versions and not records.opens and not kind.table.by_time:
+        error_sql = _split_sql(kind, "least(before, partition)", "greatest(before, partition)")
         files = write_new_rows(
-            reader, kind, records.frame, split, folder, bounds=records.bounds, measured=records.measured
+            reader, kind, records.frame, error_sql, folder, bounds=records.bounds, measured=records.measured
         )
-        return Change(kind, before, files)
-    found = _latest(kind, records, placeholder)
-    if not same.versions:
+        return Change(kind, old_files, files)
+    latest = _latest(kind, records, placeholder)
+    if not overlapping_files.versions:
         checked = _checked(kind, _version_sql("partition", "last"), "lowest", "highest")
-        frame = found.selectExpr("0 AS gone", "key", "row", f"{checked} AS version")
+        frame = latest.selectExpr("0 AS gone", "key", "row", f"{checked} AS version")
     else:
-        old = reader.live(kind, same).selectExpr("key AS old_key", "row AS old_row", "version AS old")
-        frame = _versions(_replacing(kind, records, placeholder, found.join(old, F.expr("key = old_key"), "left")))
+        old = reader.live(kind, overlapping_files).selectExpr("key AS old_key", "row AS old_row", "version AS old")
+        frame = _versions(_pairs(kind, records, placeholder, latest.join(old, F.expr("key = old_key"), "left")))
     frame = sliced(frame, kind, records.bounds)
-    return Change(kind, before, write_state(frame, kind, reader.uri, folder, small=False))
+    return Change(kind, old_files, write_state(frame, kind, reader.uri, folder, small=False))
 
 
-def _looked_up(reader: StateReader, kind: TableType, before: StateFiles, places: Places) -> DataFrame:
+def _old_versions(reader: StateReader, kind: TableType, old_files: StateFiles, places: Places) -> DataFrame:
     """The versions of the keys at places, and a few others: key, version (struct(gone, row, version))."""
-    if not before.versions:
+    if not old_files.versions:
         row, version = (type_sql(spark_type(kind.schema.field(name).type)) for name in (kind.table.row_column, VERSION))
         null = f"CAST(NULL AS STRUCT<gone: INT, row: {row}, version: {version}>) AS version"
         return reader.spark.range(0).selectExpr(f"CAST(NULL AS {type_sql(kind.state_key)}) AS key", null)
-    each = [
+    version_frames = [
         reader.rows(kind, files, places).selectExpr("key", f"struct({gone} AS gone, row, version) AS version")
-        for gone, files in ((0, before.versions), (1, before.replaced))
+        for gone, files in ((0, old_files.versions), (1, old_files.replaced))
         if files
     ]
-    return union(each).repartition(1)
+    return union(version_frames).repartition(1)
 
 
-def _with_old(found: DataFrame) -> DataFrame:
-    """The last records with the row before them: old_key (null: the key is new), old_row, old. ``found``: has the column
+def _with_old(latest: DataFrame) -> DataFrame:
+    """The last records with the row before them: old_key (null: the key is new), old_row, old. ``latest``: has the column
     ``versions`` of the key."""
-    same = "other.version.partition = it.version.partition AND other.version.offset = it.version.offset"
-    live = f"it.gone = 0 AND NOT exists(versions, other -> other.gone = 1 AND {same})"
-    old = found.selectExpr("* EXCEPT (versions)", f"get(filter(versions, it -> {live}), 0) AS old")
+    is_same = "other.version.partition = it.version.partition AND other.version.offset = it.version.offset"
+    is_live = f"it.gone = 0 AND NOT exists(versions, other -> other.gone = 1 AND {is_same})"
+    old = latest.selectExpr("* EXCEPT (versions)", f"get(filter(versions, it -> {is_live}), 0) AS old")
     return old.selectExpr(
         "* EXCEPT (old)",
         "CASE WHEN old IS NOT NULL THEN key END AS old_key",
@@ -273,35 +273,35 @@ def _latest(
 ) -> DataFrame:
     """The last record of each key: key, row, last (struct(partition, offset, high, low)), its partition, offsets, lowest and
     highest partition. With unchanged values that were not sent: ``rows``, all rows of the key in order. With ``versions``
-    (``_looked_up``): also ``versions``, those of the key. One task takes both then, and Spark sets up one aggregation."""
+    (``_old_versions``): also ``versions``, those of the key. One task takes both then, and Spark sets up one aggregation."""
     from pyspark.sql import functions as F
 
-    frame, of = records.frame, ""
+    frame, filter_sql = records.frame, ""
     if versions is not None:
         frame = frame.unionByName(versions, allowMissingColumns=True).coalesce(1)
-        of = " FILTER (WHERE offset IS NOT NULL)"
+        filter_sql = " FILTER (WHERE offset IS NOT NULL)"
     at = f"struct({', '.join(_order(kind))})"
     columns = [
-        f"max_by(struct(row, struct(partition, offset, high, low) AS at), {at}){of} AS latest",
-        f"sort_array(collect_list(struct(partition, offset)){of}) AS places",
+        f"max_by(struct(row, struct(partition, offset, high, low) AS at), {at}){filter_sql} AS latest",
+        f"sort_array(collect_list(struct(partition, offset)){filter_sql}) AS places",
         "min(partition) AS lowest",
         "max(partition) AS highest",
     ]
     if records.opens:
         # By the order alone: Spark compares no maps, and a row may have one.
         order = "(a, b) -> CASE WHEN a.at < b.at THEN -1 WHEN a.at > b.at THEN 1 ELSE 0 END"
-        columns.append(f"array_sort(collect_list(struct({at} AS at, row)){of}, {order}) AS rows")
+        columns.append(f"array_sort(collect_list(struct({at} AS at, row)){filter_sql}, {order}) AS rows")
     if versions is not None:
         columns.append("collect_list(version) AS versions")
-    grouped = frame.groupBy("key").agg(*map(F.expr, columns))
+    latest = frame.groupBy("key").agg(*map(F.expr, columns))
     if versions is not None:
-        grouped = grouped.where("lowest IS NOT NULL")
+        latest = latest.where("lowest IS NOT NULL")
     row = "latest.row"
     if records.opens:
-        row = _folded(kind, placeholder, f"CAST(NULL AS {type_sql(kind.state_row)})")
+        row = _fold_sql(kind, placeholder, f"CAST(NULL AS {type_sql(kind.state_row)})")
     # A version has the offsets of one partition.
     offsets = "transform(filter(places, it -> it.partition = latest.at.partition), it -> it.offset) AS offsets"
-    return grouped.selectExpr("*", f"{row} AS row", "latest.at AS last", offsets, "latest.at.partition AS partition")
+    return latest.selectExpr("*", f"{row} AS row", "latest.at AS last", offsets, "latest.at.partition AS partition")
 
 
 def _order(kind: TableType) -> Sequence[str]:
@@ -309,7 +309,7 @@ def _order(kind: TableType) -> Sequence[str]:
     return ("high", "low", "partition", "offset") if kind.table.by_time else ("offset",)
 
 
-def _folded(kind: TableType, placeholder: str | None, start: str) -> str:
+def _fold_sql(kind: TableType, placeholder: str | None, start: str) -> str:
     """The last of ``rows``, in which each value that was not sent is the one before it."""
     from pyspark.sql.types import StructType
 
@@ -322,8 +322,8 @@ def _folded(kind: TableType, placeholder: str | None, start: str) -> str:
         if item.name in open_columns:
             value = f"CASE WHEN {open_columns[item.name]} THEN coalesce(kept.{name}, {value}) ELSE {value} END"
         parts.append(f"{text_sql(item.name)}, {value}")
-    made = f"CAST(named_struct({', '.join(parts)}) AS {type_sql(kind.state_row)})"
-    return f"aggregate(rows, {start}, (kept, it) -> CASE WHEN it.row IS NOT NULL THEN {made} END)"
+    row_struct = f"CAST(named_struct({', '.join(parts)}) AS {type_sql(kind.state_row)})"
+    return f"aggregate(rows, {start}, (kept, it) -> CASE WHEN it.row IS NOT NULL THEN {row_struct} END)"
 
 
 def _version_sql(partition: str, at: str, cause: str | None = None) -> str:
@@ -334,37 +334,37 @@ def _version_sql(partition: str, at: str, cause: str | None = None) -> str:
     )
 
 
-def _replacing(kind: TableType, records: TableRecords, placeholder: str | None, found: DataFrame) -> DataFrame:
+def _pairs(kind: TableType, records: TableRecords, placeholder: str | None, latest: DataFrame) -> DataFrame:
     """The pairs of a ``Change``. A replaced version has the order and the offsets of the records that replaced it. A record
     that a replay brings after later records of its key changes nothing. The frame fails for a key in two partitions."""
-    row = _folded(kind, placeholder, "old_row") if records.opens else "row"
-    old = f"CASE WHEN old_key IS NOT NULL THEN {_version_sql('old.partition', 'old', 'last')} END"
+    row = _fold_sql(kind, placeholder, "old_row") if records.opens else "row"
+    old_version = f"CASE WHEN old_key IS NOT NULL THEN {_version_sql('old.partition', 'old', 'last')} END"
     lowest, highest = "least(lowest, old.partition)", "greatest(highest, old.partition)"
-    after = " > ".join(
+    is_later = " > ".join(
         f"struct({', '.join(f'{side}.{name} AS {name}' for name in _order(kind))})" for side in ("last", "old")
     )
-    wanted = f"old_key IS NULL OR {after}"
+    condition = f"old_key IS NULL OR {is_later}"
     if not kind.table.by_time:
         # They fail.
-        wanted += " OR lowest <> old.partition OR highest <> old.partition"
-    return found.where(wanted).selectExpr(
+        condition += " OR lowest <> old.partition OR highest <> old.partition"
+    return latest.where(condition).selectExpr(
         "key",
         f"{row} AS row",
         f"{_checked(kind, _version_sql('partition', 'last'), lowest, highest)} AS version",
         "old_row",
-        f"{old} AS old_version",
+        f"{old_version} AS old_version",
     )
 
 
 def _versions(pairs: DataFrame) -> DataFrame:
     """The versions that pairs make and replace: gone, key, row, version."""
-    new, old = (
+    new_struct, old_struct = (
         "named_struct('gone', 0, 'row', row, 'version', version)",
         "named_struct('gone', 1, 'row', old_row, 'version', old_version)",
     )
-    both = f"CASE WHEN old_version IS NULL THEN array({new}) ELSE array({new}, {old}) END"
-    each = pairs.selectExpr("key", f"explode({both}) AS each")
-    return each.selectExpr("each.gone AS gone", "key", "each.row AS row", "each.version AS version")
+    versions = f"CASE WHEN old_version IS NULL THEN array({new_struct}) ELSE array({new_struct}, {old_struct}) END"
+    rows = pairs.selectExpr("key", f"explode({versions}) AS each")
+    return rows.selectExpr("each.gone AS gone", "key", "each.row AS row", "each.version AS version")
 
 
 def _checked(kind: TableType, version: str, lowest: str, highest: str) -> str:
@@ -413,8 +413,8 @@ def untyped_facts(frames: Mapping[str, DataFrame]) -> list[Fact]:
 
 def failed_facts(failures: Iterable[Failure]) -> list[Fact]:
     """The facts about failing records of tables."""
-    counted = Counter((one.topic, one.partition) for one in failures)
-    return [Fact("quarantined", None, None, *place, False, count, 0) for place, count in counted.items()]
+    counts = Counter((failure.topic, failure.partition) for failure in failures)
+    return [Fact("quarantined", None, None, *place, False, count, 0) for place, count in counts.items()]
 
 
 def cause_sql(ordering: Ordering, topic: str, offsets: str | None, last: str) -> tuple[str, str]:
@@ -430,13 +430,13 @@ def cause_sql(ordering: Ordering, topic: str, offsets: str | None, last: str) ->
     }
     order = ", ".join(f"{values[name]} AS {name}" for name in ordering.parts)
 
-    def each(offset: str) -> str:
+    def source_struct(offset: str) -> str:
         return f"named_struct('place', {place}, 'partition', version.partition, 'offset', {offset})"
 
-    cause = f"array({each(last)})"
+    cause = f"array({source_struct(last)})"
     if offsets is not None:
         # Spark interprets a lambda.
-        cause = f"CASE WHEN size({offsets}) = 1 THEN {cause} ELSE transform({offsets}, it -> {each('it')}) END"
+        cause = f"CASE WHEN size({offsets}) = 1 THEN {cause} ELSE transform({offsets}, it -> {source_struct('it')}) END"
     return f"struct({order}) AS {ORD}", f"{cause} AS {CAUSE}"
 
 

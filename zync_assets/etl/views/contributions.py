@@ -51,18 +51,18 @@ def contributions(
     staged = frames.output_frame(spark, state, rule.out, [OffsetRange(partition, offset, offset + 1)])
     key = staged.selectExpr(f"key AS {KEY}")
     query, reader = Query(rule), StateReader(spark, state.table.uri)
-    before = {alias: state_files(state, table) for alias, table in tables.items()}
+    files = {alias: state_files(state, table) for alias, table in tables.items()}
     types = key.schema[KEY].dataType, key.schema[KEY].dataType, None
-    found = _OneKey(query, 0, reader, Ordering({}), kinds, before, {}, types, fresh=False, small=True, key=key)
-    joined = None if found.all_new else found.joined()
-    if joined is None:
+    maintenance = _OneKey(query, 0, reader, Ordering({}), kinds, files, {}, types, fresh=False, small=True, key=key)
+    joined_rows = None if maintenance.all_new else maintenance.joined()
+    if joined_rows is None:
         return []
-    each = union(
-        joined.where(f"{V} = 1").selectExpr(f"{text_sql(alias)} AS alias", f"inline({CAUSE}_{at})")
+    causes = union(
+        joined_rows.where(f"{V} = 1").selectExpr(f"{text_sql(alias)} AS alias", f"inline({CAUSE}_{at})")
         for at, alias in enumerate(query.aliases)
     )
     with guarded_elements(spark, repr(rule)):
-        rows = each.select("alias", "partition", "offset").distinct().collect()
+        rows = causes.select("alias", "partition", "offset").distinct().collect()
     places = [Contribution(row["alias"], tables[row["alias"]].topic, row["partition"], row["offset"]) for row in rows]
     return sorted(places, key=lambda item: (query.aliases.index(item.alias), item.partition, item.offset))
 

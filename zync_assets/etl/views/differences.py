@@ -39,19 +39,19 @@ def differences(query: Query, results: DataFrame, key_type: DataType, *, all_new
     CAUSE. The frame fails for several result rows with one key. ``all_new``: there was no result before."""
     from pyspark.sql import functions as F
 
-    chosen = query.view.on_duplicate_key is not None
+    has_choice = query.view.on_duplicate_key is not None
     keys = query.key_columns
     # A value that is null is a tombstone: the result has no such row.
     results = results.where(f"{VALUE} IS NOT NULL OR {COPIES} > 1")
-    if all_new and query.groups and not chosen:
+    if all_new and query.groups and not has_choice:
         # A row for each key.
         return results.selectExpr(f"{_checked(query, key_type, COPIES, TEXTS)} AS {KEY}", VALUE, HEADERS, ORD, CAUSE)
     row = f"struct({VALUE}, {HEADERS})"
 
     def picked(v: int) -> str:
         best = f"struct({CHOICE}, {json_sql(row)})"
-        made = f"max_by({row}, {best})" if chosen else f"any_value({row})"
-        return f"{made} FILTER (WHERE {V} = {v})"
+        pick = f"max_by({row}, {best})" if has_choice else f"any_value({row})"
+        return f"{pick} FILTER (WHERE {V} = {v})"
 
     columns = [
         f"any_value({KEY}) AS {KEY}",
@@ -60,24 +60,24 @@ def differences(query: Query, results: DataFrame, key_type: DataType, *, all_new
         f"{picked(1)} AS after",
     ]
     columns.append(
-        "CAST(0 AS BIGINT) AS copies" if chosen else f"coalesce(sum({COPIES}) FILTER (WHERE {V} = 1), 0) AS copies"
+        "CAST(0 AS BIGINT) AS copies" if has_choice else f"coalesce(sum({COPIES}) FILTER (WHERE {V} = 1), 0) AS copies"
     )
-    if not chosen:
+    if not has_choice:
         columns += [f"max({TEXTS}) AS texts"]
         columns += [
             f"{name}(struct({VALUE} AS value)) FILTER (WHERE {V} = 1) AS z_{name}" for name in ("first", "last")
         ]
     if not all_new:
         columns.append(f"{picked(0)} AS before")
-    found = results.groupBy(*keys).agg(*map(F.expr, columns))
+    groups = results.groupBy(*keys).agg(*map(F.expr, columns))
     if not all_new:
-        kind = found.schema["after"].dataType
-        found = found.where(f"copies > 1 OR NOT {same_sql('before', 'after', kind)}")
-    both = ", ".join(f"to_json({name})" for name in ("z_first", "z_last"))
-    texts = f"coalesce(texts, concat(least({both}), ' and ', greatest({both})))"
-    key = _plain_zeros(KEY, key_type) if chosen else _checked(query, key_type, "copies", texts)
+        kind = groups.schema["after"].dataType
+        groups = groups.where(f"copies > 1 OR NOT {same_sql('before', 'after', kind)}")
+    json_texts = ", ".join(f"to_json({name})" for name in ("z_first", "z_last"))
+    texts = f"coalesce(texts, concat(least({json_texts}), ' and ', greatest({json_texts})))"
+    key = _plain_zeros(KEY, key_type) if has_choice else _checked(query, key_type, "copies", texts)
     sides = (f"after.{name} AS {name}" for name in (VALUE, HEADERS))
-    return found.selectExpr(f"{key} AS {KEY}", *sides, ORD, CAUSE)
+    return groups.selectExpr(f"{key} AS {KEY}", *sides, ORD, CAUSE)
 
 
 def _checked(query: Query, key_type: DataType, copies: str, texts: str) -> str:
@@ -95,21 +95,23 @@ def _plain_zeros(sql: str, kind: DataType) -> str:
     if not any(name in kind.simpleString() for name in ("float", "double")):
         return sql
     if isinstance(kind, spark.StructType):
-        each = (f"{text_sql(it.name)}, {_plain_zeros(f'{sql}.{name_sql(it.name)}', it.dataType)}" for it in kind)
-        return f"named_struct({', '.join(each)})"
+        fields = (
+            f"{text_sql(item.name)}, {_plain_zeros(f'{sql}.{name_sql(item.name)}', item.dataType)}" for item in kind
+        )
+        return f"named_struct({', '.join(fields)})"
     if isinstance(kind, spark.ArrayType):
         return f"transform({sql}, it -> {_plain_zeros('it', kind.elementType)})"
     return f"({sql} + CAST(0 AS {type_sql(kind)}))"
 
 
-def outputs(query: Query, index: int, found: DataFrame, target: OutputColumns, columns: Columns) -> DataFrame:
+def outputs(query: Query, index: int, differing_rows: DataFrame, target: OutputColumns, columns: Columns) -> DataFrame:
     """The differences as result rows. ``index``: the rule's."""
     # The columns hold what the rule makes: the rule's shapes are their names.
     rule = replace(query.rule, key=KEY, value=VALUE, headers=HEADERS if target.headers else None, keep=None)
     if query.rule.headers is None:
         rule = replace(rule, headers=None)
     at = f"named_struct('place', {ORD}.place, 'partition', {ORD}.partition, 'offset', {ORD}.offset)"
-    return found.selectExpr(
+    return differing_rows.selectExpr(
         "'out' AS kind",
         f"{index} AS rule",
         f"{ORD} AS ord",
@@ -134,10 +136,10 @@ def keyless_failures(
         rows = frame.where(f"({null_sql(KEY, kind)}) AND {ORD} IS NOT NULL")
         columns = (f"{ORD}.{name}" for name in ("place", "partition", "offset"))
         places = rows.selectExpr(*columns).distinct().limit(MOST_FAILURES + 1).collect()
-        found = [(topics[row["place"]], row["partition"], row["offset"]) for row in places]
-        if found:
+        record_places = [(topics[row["place"]], row["partition"], row["offset"]) for row in places]
+        if record_places:
             reason = "key: the key of the view, or a part of it, is null"
-            return {at: Failure(*at, query.rule.name, reason) for at in found}
+            return {at: Failure(*at, query.rule.name, reason) for at in record_places}
     raise EtlError(
         f"rule {query.rule.name}: a result row has a null key, and no record of the batch makes it. Nothing was"
         " committed. Correct the view's key or where."

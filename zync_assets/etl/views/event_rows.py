@@ -35,15 +35,15 @@ def row_frames(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
     records."""
     from pyspark.sql.types import StructField, StructType
 
-    found: dict[str, DataFrame] = {}
+    alias_frames: dict[str, DataFrame] = {}
     for item in rule.lookups:
         topic = item.table.topic
         if topic not in frames or not has_schema(frames[topic]):
             return {}
         kind = table_type(table_of(item.table), frames[topic], state).state_row
         row = frames[topic].where("false").selectExpr(f"CAST(NULL AS {type_sql(kind)}) AS {name_sql(item.alias)}")
-        found[item.alias] = note_schema(row, StructType([StructField(item.alias, kind)]))
-    return found
+        alias_frames[item.alias] = note_schema(row, StructType([StructField(item.alias, kind)]))
+    return alias_frames
 
 
 def row_sql(rule: Rule, item: Lookup, kind: DataType) -> str:
@@ -51,7 +51,7 @@ def row_sql(rule: Rule, item: Lookup, kind: DataType) -> str:
     headers = rule.headers
     texts = [sql for shape in (rule.key, rule.value) for _, sql in leaves(shape, "")]
     texts += [] if headers is None else [headers] if isinstance(headers, str) else list(headers.values())
-    texts += [*(own for _, own in item.on), *([] if rule.keep is None else [rule.keep])]
+    texts += [*(row_key for _, row_key in item.on), *([] if rule.keep is None else [rule.keep])]
     return f"{pruned_sql(used_columns(texts, item.alias), kind, 'row')} AS {name_sql(item.alias)}"
 
 
@@ -74,15 +74,15 @@ class EventRows:
         for item, types, count in zip(rule.lookups, kinds, counts, strict=True):
             keys = lookups.record_keys(item, types)
             names = [f"{count}_k{at}" for at in range(len(keys))]
-            found = self._rows(rule, item, types, frame).selectExpr(
+            rows = self._rows(rule, item, types, frame).selectExpr(
                 name_sql(item.alias),
-                *(f"{own} AS {name}" for own, name in zip(lookups.row_keys(item, types), names, strict=True)),
+                *(f"{key_sql} AS {name}" for key_sql, name in zip(lookups.row_keys(item, types), names, strict=True)),
             )
-            found = found.groupBy(*names).agg(
+            rows = rows.groupBy(*names).agg(
                 F.expr(f"count(*) AS {count}"), F.expr(f"any_value({name_sql(item.alias)}) AS {name_sql(item.alias)}")
             )
             equal = " AND ".join(f"{key} = {name}" for key, name in zip(keys, names, strict=True))
-            frame = frame.join(found, F.expr(equal), "left").drop(*names)
+            frame = frame.join(rows, F.expr(equal), "left").drop(*names)
         return frame.selectExpr(
             "*",
             f"{lookups.status_sql(rule, counts)} AS {LOOKED}",
@@ -98,25 +98,25 @@ class EventRows:
 
         places = looked_up_places(self.reader, kind, files, values)
 
-        def versions(of: Sequence[DataFile]) -> DataFrame:
-            found = self.reader.rows(kind, of, places).where("row IS NOT NULL")
-            found = values.within(found).selectExpr(row_sql(rule, item, kind.state_row), f"version AS {ROW_VERSION}")
-            return values.keep(found, item.alias)
+        def versions(version_files: Sequence[DataFile]) -> DataFrame:
+            rows = self.reader.rows(kind, version_files, places).where("row IS NOT NULL")
+            rows = values.within(rows).selectExpr(row_sql(rule, item, kind.state_row), f"version AS {ROW_VERSION}")
+            return values.keep(rows, item.alias)
 
-        found = versions(files.versions)
+        rows = versions(files.versions)
         if not files.replaced:
-            return found
-        return without_versions(found, versions(files.replaced), version=ROW_VERSION)
+            return rows
+        return without_versions(rows, versions(files.replaced), version=ROW_VERSION)
 
     def _values(self, item: Lookup, types: Sequence[DataType], frame: DataFrame, kind: TableType) -> KeyFilter:
         """The values that records look up."""
         from pyspark.sql import functions as F
 
         keys = lookups.record_keys(item, types)
-        known = frame.selectExpr(*(f"{key} AS z_k{at}" for at, key in enumerate(keys))).distinct()
-        found = KeyFilter(known, lookups.row_keys(item, types))
-        table = known.limit(MOST_VALUES + 1).toArrow() if self.small else None
+        values = frame.selectExpr(*(f"{key} AS z_k{at}" for at, key in enumerate(keys))).distinct()
+        key_filter = KeyFilter(values, lookups.row_keys(item, types))
+        table = values.limit(MOST_VALUES + 1).toArrow() if self.small else None
         if table is None or table.num_rows > MOST_VALUES:
-            return found
-        listed = with_list(found, plain_field(kind.state_row, item.on[0][1], item.alias), table)
-        return listed or KeyFilter(F.broadcast(arrow_frame(self.reader.spark, table)), found.own)
+            return key_filter
+        list_filter = with_list(key_filter, plain_field(kind.state_row, item.on[0][1], item.alias), table)
+        return list_filter or KeyFilter(F.broadcast(arrow_frame(self.reader.spark, table)), key_filter.own)

@@ -78,12 +78,16 @@ def listed_values(kind: DataType, values: Sequence[Any]) -> list[str] | None:
     return None
 
 
-def with_list(found: KeyFilter, item: StructField | None, table: pa.Table) -> KeyFilter | None:
+def with_list(key_filter: KeyFilter, item: StructField | None, table: pa.Table) -> KeyFilter | None:
     """The filter with fetched values in a list. ``item``: the plain column that must equal them. None if they can't be listed."""
-    if item is None or len(found.own) > 1 or (found.null_safe and table["z_k0"].null_count):
+    if item is None or len(key_filter.own) > 1 or (key_filter.null_safe and table["z_k0"].null_count):
         return None
-    listed = listed_values(item.dataType, sorted(set(table["z_k0"].drop_null().to_pylist())))
-    return None if listed is None else replace(found, frame=None, column=item.name, listed=listed, values=table["z_k0"])
+    value_list = listed_values(item.dataType, sorted(set(table["z_k0"].drop_null().to_pylist())))
+    return (
+        None
+        if value_list is None
+        else replace(key_filter, frame=None, column=item.name, listed=value_list, values=table["z_k0"])
+    )
 
 
 def is_kept(kind: DataType, other: DataType) -> bool:
@@ -123,10 +127,10 @@ def key_paths(shape: Shape, path: str) -> list[tuple[str, str]]:
     """(expression, its place below ``path``) of each field of a key."""
     if isinstance(shape, str):
         return [(shape, path)]
-    found: list[tuple[str, str]] = []
+    paths: list[tuple[str, str]] = []
     for name, part in (shape or {}).items():
-        found += key_paths(part, f"{path}.{name_sql(name)}")
-    return found
+        paths += key_paths(part, f"{path}.{name_sql(name)}")
+    return paths
 
 
 def key_columns(
@@ -135,10 +139,10 @@ def key_columns(
     """The fields of a key (``key_paths``), each with its values in a column of keys."""
     if isinstance(shape, str):
         return [((shape, path), column)]
-    found: list[tuple[tuple[str, str], pa.Array | pa.ChunkedArray]] = []
+    columns: list[tuple[tuple[str, str], pa.Array | pa.ChunkedArray]] = []
     for at, (name, part) in enumerate((shape or {}).items()):
-        found += key_columns(part, f"{path}.{name_sql(name)}", pc.struct_field(column, [at]))
-    return found
+        columns += key_columns(part, f"{path}.{name_sql(name)}", pc.struct_field(column, [at]))
+    return columns
 
 
 def substituted(shape: Shape, substitutes: Mapping[str, str]) -> Shape:

@@ -55,20 +55,20 @@ class Reference:
 
 def references(sql: str, aliases: Sequence[str]) -> set[Reference]:
     """The columns that an expression names. All columns of all aliases for an expression that sqlglot can't parse."""
-    named = {alias.lower(): alias for alias in aliases}
+    alias_by_name = {alias.lower(): alias for alias in aliases}
     try:
         tree = Spark().parser().parse(Spark().tokenize(sql), sql)[0]
     except (SqlglotError, LookupError):
         tree = None
     if tree is None:
         return {Reference(alias, None) for alias in aliases}
-    found: set[Reference] = set()
+    columns: set[Reference] = set()
     for column in tree.find_all(exp.Column):
         first, *rest = (part.name for part in column.parts)
-        if first.lower() in named:
+        if first.lower() in alias_by_name:
             # A whole row may be the begin of a longer path, whose parts sqlglot keeps elsewhere.
-            found.add(Reference(named[first.lower()], rest[0] if rest and rest[0] != "*" else None))
-    return found
+            columns.add(Reference(alias_by_name[first.lower()], rest[0] if rest and rest[0] != "*" else None))
+    return columns
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ class Query:
         texts = [*self.value_leaves, *self.key_leaves, *self.header_leaves]
         texts += [sql for sql in (view.where, view.on_duplicate_key) if sql is not None]
         texts += [sql for join in view.joins for pair in join.on for sql in pair]
-        found = {each for sql in texts for each in references(sql, self.aliases)}
-        return {alias: _columns(found, alias) for alias in self.aliases}
+        columns = {reference for sql in texts for reference in references(sql, self.aliases)}
+        return {alias: _columns(columns, alias) for alias in self.aliases}
 
     def owners(self, sql: str) -> set[str]:
         """The aliases of an expression."""
-        return {each.alias for each in references(sql, self.aliases)}
+        return {reference.alias for reference in references(sql, self.aliases)}
 
     def row_sql(self, alias: str, kind: DataType, row: str = "row") -> str:
         """The row under its alias, with the columns that the query needs; null for a null row."""
@@ -149,12 +149,12 @@ class Query:
 
         frame = _marked(rows[self.view.root], 0)
         for at, join in enumerate(self.view.joins, 1):
-            other = _marked(rows[join.alias], at).withColumnRenamed(V, "z_other")
-            other = F.broadcast(other) if join.alias in few else other
-            equal = " AND ".join(f"({near}) = ({own})" for near, own in join.on)
+            joined_rows = _marked(rows[join.alias], at).withColumnRenamed(V, "z_other")
+            joined_rows = F.broadcast(joined_rows) if join.alias in few else joined_rows
+            equal = " AND ".join(f"({near_sql}) = ({own_sql})" for near_sql, own_sql in join.on)
             # V last, as the rows are grouped.
             equal += "" if join.alias in steady else f" AND {V} = z_other"
-            frame = frame.join(other, F.expr(equal), join.kind).drop("z_other")
+            frame = frame.join(joined_rows, F.expr(equal), join.kind).drop("z_other")
         return frame.where(f"({self.view.where})") if where and self.view.where is not None else frame
 
     @property
@@ -178,9 +178,14 @@ class Query:
         choice = null if self.view.on_duplicate_key is None else f"({self.view.on_duplicate_key})"
         keys = [f"({sql}) AS {name}" for sql, name in zip(self.key_leaves, self.key_columns, strict=True)]
         if not self.groups:
-            made = {KEY: shape_sql(self.rule.key), VALUE: shape_sql(self.rule.value), HEADERS: headers, CHOICE: choice}
-            made |= {V: V, ORD: order, CAUSE: cause, COPIES: "1", TEXTS: null}
-            return joined.selectExpr(*(f"{sql} AS {name}" for name, sql in made.items()), *keys)
+            plain_columns = {
+                KEY: shape_sql(self.rule.key),
+                VALUE: shape_sql(self.rule.value),
+                HEADERS: headers,
+                CHOICE: choice,
+            }
+            plain_columns |= {V: V, ORD: order, CAUSE: cause, COPIES: "1", TEXTS: null}
+            return joined.selectExpr(*(f"{sql} AS {name}" for name, sql in plain_columns.items()), *keys)
         names = dict(zip(self.key_leaves, self.key_columns, strict=True))
         grouping = _Grouping(names, apart=self.view.on_duplicate_key is not None)
         parts: dict[str, Shape] = {VALUE: self.rule.value, HEADERS: headers, CHOICE: choice}
@@ -193,9 +198,9 @@ class Query:
             *map(F.expr, grouping.aggregates),
         )
         columns = {KEY: shape_sql(substituted(self.rule.key, names)), **columns, **grouping.copies}
-        made = [f"1 AS {V}"] if all_new else [V]
+        version_column = [f"1 AS {V}"] if all_new else [V]
         return rows.selectExpr(
-            *(f"{sql} AS {name}" for name, sql in columns.items()), *made, ORD, CAUSE, *self.key_columns
+            *(f"{sql} AS {name}" for name, sql in columns.items()), *version_column, ORD, CAUSE, *self.key_columns
         )
 
     @property
@@ -204,23 +209,23 @@ class Query:
         return [f"{KEY}_{at}" for at, _ in enumerate(self.key_leaves)]
 
 
-def pruned_sql(wanted: Sequence[str] | None, kind: DataType, row: str) -> str:
-    """A row with the ``wanted`` columns (None: all); null for a null row."""
+def pruned_sql(columns: Sequence[str] | None, kind: DataType, row: str) -> str:
+    """A row with some ``columns`` (None: all); null for a null row."""
     from pyspark.sql.types import StructType
 
-    if wanted is None or not isinstance(kind, StructType):
+    if columns is None or not isinstance(kind, StructType):
         return row
-    lower = {name.lower() for name in wanted}
+    lower = {name.lower() for name in columns}
     fields = [item.name for item in kind if item.name.lower() in lower]
     if not fields:
         return f"CASE WHEN {row} IS NOT NULL THEN named_struct('it', true) END"
-    made = ", ".join(f"{text_sql(name)}, {row}.{name_sql(name)}" for name in fields)
-    return f"CASE WHEN {row} IS NOT NULL THEN named_struct({made}) END"
+    pairs = ", ".join(f"{text_sql(name)}, {row}.{name_sql(name)}" for name in fields)
+    return f"CASE WHEN {row} IS NOT NULL THEN named_struct({pairs}) END"
 
 
 def used_columns(texts: Sequence[str], alias: str) -> list[str] | None:
     """The columns of an alias that expressions name; None: all."""
-    return _columns({each for sql in texts for each in references(sql, [alias])}, alias)
+    return _columns({reference for sql in texts for reference in references(sql, [alias])}, alias)
 
 
 def _marked(frame: DataFrame, number: int) -> DataFrame:
@@ -273,11 +278,11 @@ class _Grouping:
 
     @property
     def aggregates(self) -> list[str]:
-        found = [f"{sql} AS z_made_{at}" for at, sql in enumerate(self.made)]
+        columns = [f"{sql} AS z_made_{at}" for at, sql in enumerate(self.made)]
         if self.apart or not self.groups:
-            return found
+            return columns
         row = f"struct({', '.join(self._columns)})"
-        return [*found, f"min({row}) AS z_least", f"max({row}) AS z_most"]
+        return [*columns, f"min({row}) AS z_least", f"max({row}) AS z_most"]
 
     @property
     def copies(self) -> dict[str, str]:
@@ -286,8 +291,8 @@ class _Grouping:
             return {COPIES: "1", TEXTS: "CAST(NULL AS STRING)"}
 
         def text(row: str) -> str:
-            each = (f"{text_sql(sql)}, {row}.z_group_{at}" for at, sql in enumerate(self.groups))
-            return f"to_json(named_struct({', '.join(each)}))"
+            fields = (f"{text_sql(sql)}, {row}.z_group_{at}" for at, sql in enumerate(self.groups))
+            return f"to_json(named_struct({', '.join(fields)}))"
 
         several = "NOT (z_least <=> z_most)"
         texts = f"CASE WHEN {several} THEN concat({text('z_least')}, ' and ', {text('z_most')}) END"
@@ -316,8 +321,8 @@ def rule_types(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
         return None
     kinds = {item.alias: table_type(table_of(item), frames[item.topic], state).state_row for item in query.view.tables}
     place = (lake_definition(rule), *(kinds[alias].json() for alias in query.aliases))
-    found = _TYPES.get(place)
-    if found is None:
+    types = _TYPES.get(place)
+    if types is None:
         rows = {
             alias: frames[topics[alias]]
             .selectExpr(f"CAST(NULL AS {type_sql(kinds[alias])}) AS row")
@@ -341,25 +346,27 @@ def rule_types(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
             if any(part in condition for part in _UNORDERED) and "MAP" in str(error):
                 raise EtlError(f"rule {rule.name}: {_NO_MAP} Spark says: {short(error)}") from error
             if condition.startswith(_MISSING):
-                raise FieldMissing(f"rule {rule.name}: {_lack(query, kinds) or short(error)} {_NO_FIELD}") from error
+                raise FieldMissing(
+                    f"rule {rule.name}: {_missing_column(query, kinds) or short(error)} {_NO_FIELD}"
+                ) from error
             raise EtlError(f"rule {rule.name}: {short(error)}") from error
         headers = None if rule.headers is None else schema[HEADERS].dataType
-        found = nullable(schema[KEY].dataType), nullable(schema[VALUE].dataType), headers
-        _TYPES.put(place, found)
-    return found
+        types = nullable(schema[KEY].dataType), nullable(schema[VALUE].dataType), headers
+        _TYPES.put(place, types)
+    return types
 
 
-def _lack(query: Query, kinds: Mapping[str, DataType]) -> str | None:
+def _missing_column(query: Query, kinds: Mapping[str, DataType]) -> str | None:
     """The first column that a view names and its table lacks, and the columns of the table."""
     from pyspark.sql.types import StructType
 
     for alias, kind in kinds.items():
         names = [original_name(name) for name in kind.names] if isinstance(kind, StructType) else []
-        known = {name.lower() for name in (*names, *getattr(kind, "names", ()))}
-        for wanted in query.used[alias] or ():
-            if wanted.lower() not in known:
-                cure = suggestion(wanted, names)
-                return f"table {alias} has no column `{wanted}`; it has {word_list(names)}{cure}."
+        known_names = {name.lower() for name in (*names, *getattr(kind, "names", ()))}
+        for column in query.used[alias] or ():
+            if column.lower() not in known_names:
+                cure = suggestion(column, names)
+                return f"table {alias} has no column `{column}`; it has {word_list(names)}{cure}."
     return None
 
 
@@ -391,9 +398,9 @@ CAUSES = "ARRAY<STRUCT<place: INT, partition: INT, offset: BIGINT>>"
 def same_sql(one: str, other: str, kind: DataType) -> str:
     """Whether two values are the same; two nulls are."""
     text = kind.simpleString()
-    same, texts = f"({one} <=> {other})", f"({json_sql(one)} <=> {json_sql(other)})"
+    is_equal, texts = f"({one} <=> {other})", f"({json_sql(one)} <=> {json_sql(other)})"
     # Spark compares no maps, and collated texts not letter by letter.
     if any(name in text for name in ("map<", "variant", " collate ")):
         return texts
     # For Spark, -0.0 equals 0.0, but expressions tell them apart.
-    return f"CASE WHEN {same} THEN {texts} ELSE false END" if "double" in text or "float" in text else same
+    return f"CASE WHEN {is_equal} THEN {texts} ELSE false END" if "double" in text or "float" in text else is_equal

@@ -53,20 +53,20 @@ def raw_rows(spark: SparkSession, state: StagingState, raw: RawState, table: Tab
     topic = table.topic
     positions = {part: item for (name, part), item in state.head.inputs.items() if name == topic}
     for part, item in sorted(positions.items()):
-        kept = raw.retention_start.get(part, 0)
-        if kept > item.first:
+        start = raw.retention_start.get(part, 0)
+        if start > item.first:
             raise EtlError(
                 f"table {table.name}: retention removed the records of topic {topic}, partition {part}, offsets {item.first} to"
-                f" {kept - 1} from {raw.table.uri}, so that the state can't be made again. Nothing was done. Restore the raw"
+                f" {start - 1} from {raw.table.uri}, so that the state can't be made again. Nothing was done. Restore the raw"
                 " table to a version with these records, or go on with the present state."
             )
     ranges = [OffsetRange(part, item.first, item.seen) for part, item in positions.items()]
     frame = frames.record_frame(spark, raw, [part for part in ranges if not part.empty])
-    failed = _failed(state, topic).condition(topic)
-    return frame if failed is None else frame.where(f"NOT ({failed})")
+    condition = _quarantined_records(state, topic).condition(topic)
+    return frame if condition is None else frame.where(f"NOT ({condition})")
 
 
-def _failed(state: StagingState, topic: str) -> Failures:
+def _quarantined_records(state: StagingState, topic: str) -> Failures:
     """The records of a topic in the pool's quarantine."""
     rows = staging.read_ledger(state, ["quarantined"])
     rows = rows.filter(pc.and_(pc.equal(rows["topic"], topic), pc.is_valid(rows["text"])))
@@ -93,10 +93,10 @@ def state_counts(
     reader, files = StateReader(spark, state.table.uri), state_files(state, table)
     live = reader.live(kind, files).where("row IS NOT NULL")
     live = live.selectExpr("key AS live_key", "row AS live_row")
-    wanted = latest_rows(records[0], placeholder).where("row IS NOT NULL")
-    both = live.join(wanted, F.expr("live_key = key"), "full_outer")
-    same = same_sql("live_row", "row", kind.state_row)
-    [row] = both.selectExpr("count(live_key) AS rows", f"count_if(NOT {same}) AS differing").collect()
+    latest = latest_rows(records[0], placeholder).where("row IS NOT NULL")
+    pairs = live.join(latest, F.expr("live_key = key"), "full_outer")
+    is_same = same_sql("live_row", "row", kind.state_row)
+    [row] = pairs.selectExpr("count(live_key) AS rows", f"count_if(NOT {is_same}) AS differing").collect()
     return Counts(row["rows"], row["differing"], unindexed_rows(reader, kind, files))
 
 
@@ -113,16 +113,19 @@ def refuse_other_keys(topic: str, live: DataFrame, head: Head, kinds: Collection
 
     ``live``: with the column ``schema`` of the last staged records of keys; ``kinds``: the types of the rules' keys.
     """
-    own = {key_fields(kind) for kind in kinds}
+    present_fields = {key_fields(kind) for kind in kinds}
     texts = {name: json.loads(text) for name, (of, text) in head.schemas.items() if of == topic}
     sides = {name: text["key"]["schema"] for name, text in texts.items() if text.get("key")}
-    others = {name: fields for name, side in sides.items() if (fields := _key_fields(side)) not in own}
-    found = live.where(f"schema IN ({', '.join(map(text_sql, others))})").limit(1).collect() if others else []
-    for row in found:
-        before, now = others[row["schema"]] or "no fields", " or ".join(sorted(own)) or "no fields"
+    other_fields = {name: fields for name, side in sides.items() if (fields := _key_fields(side)) not in present_fields}
+    other_rows = (
+        live.where(f"schema IN ({', '.join(map(text_sql, other_fields))})").limit(1).collect() if other_fields else []
+    )
+    for row in other_rows:
+        old_fields, now = other_fields[row["schema"]] or "no fields", " or ".join(sorted(present_fields)) or "no fields"
         raise EtlError(
-            f"topic {topic}: staged keys have {before}, and the keys of the present rules have {now}. No record of the present"
-            " rules can delete a row of the other keys. Nothing was staged. Name another output topic: it gets all records again."
+            f"topic {topic}: staged keys have {old_fields}, and the keys of the present rules have {now}. No record"
+            " of the present rules can delete a row of the other keys. Nothing was staged. Name another output topic: it gets"
+            " all records again."
         )
 
 
@@ -146,12 +149,12 @@ def differences(
     last = frames.latest_records(staged)
     refuse_other_keys(topic, last.select("schema"), head, [kind])
     last = last.selectExpr(*sides, "source AS staged_source")
-    both = rows.join(last, F.expr(f"{name_sql(key)} <=> staged_key"), "full_outer")
-    same = same_sql(name_sql(value), "staged_value", rows.schema[value].dataType)
+    pairs = rows.join(last, F.expr(f"{name_sql(key)} <=> staged_key"), "full_outer")
+    is_same = same_sql(name_sql(value), "staged_value", rows.schema[value].dataType)
     places = " ".join(f"WHEN {text_sql(name)} THEN {place}" for name, place in ordering.places.items())
     # An input that the file has no more can't be named.
-    each = f"struct(CASE it.topic {places} ELSE 0 END AS place, it.partition AS partition, it.offset AS offset)"
-    source = f"transform(staged_source, it -> {each})"
+    place_struct = f"struct(CASE it.topic {places} ELSE 0 END AS place, it.partition AS partition, it.offset AS offset)"
+    source = f"transform(staged_source, it -> {place_struct})"
     at = {name: f"element_at({source}, -1).{name}" for name in ("place", "partition", "offset")}
     order = ", ".join(f"{({'rank': '0'} | at).get(name, '0L')} AS {name}" for name in ordering.parts)
     tombstone = {
@@ -164,5 +167,7 @@ def differences(
         key: "staged_key",
     }
     columns = [(name_sql(name), tombstone.get(name, "NULL")) for name in rows.columns]
-    made = (f"CASE WHEN kind IS NULL THEN {gone} ELSE {name} END AS {name}" for name, gone in columns)
-    return both.where(f"kind IS NULL OR staged_key IS NULL OR NOT {same}").selectExpr(*made)
+    sql_columns = (
+        f"CASE WHEN kind IS NULL THEN {tombstone_sql} ELSE {name} END AS {name}" for name, tombstone_sql in columns
+    )
+    return pairs.where(f"kind IS NULL OR staged_key IS NULL OR NOT {is_same}").selectExpr(*sql_columns)

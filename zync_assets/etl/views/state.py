@@ -81,8 +81,13 @@ class StateFiles:
     indexes: Sequence[DataFile] = ()
 
     def __add__(self, other: StateFiles) -> StateFiles:
-        mine, theirs = (self.versions, self.replaced, self.indexes), (other.versions, other.replaced, other.indexes)
-        return StateFiles(*((*one, *two) for one, two in zip(mine, theirs, strict=True)))
+        own_groups, other_groups = (
+            (self.versions, self.replaced, self.indexes),
+            (other.versions, other.replaced, other.indexes),
+        )
+        return StateFiles(
+            *((*own_files, *other_files) for own_files, other_files in zip(own_groups, other_groups, strict=True))
+        )
 
     @property
     def rows(self) -> tuple[DataFile, ...]:
@@ -128,19 +133,19 @@ class StateReader:
     def rows(self, kind: TableType, files: Sequence[DataFile], places: Places | None = None) -> DataFrame:
         """The rows of some files: ``key``, ``row``, ``version``. ``places``: of the wanted keys; a few others may be there."""
         table = kind.table
-        wanted = files if places is None else [item for item in files if places.may_be_in(item)]
-        place = (table.name, *(item.path for item in wanted))
+        read_files = files if places is None else [item for item in files if places.may_be_in(item)]
+        place = (table.name, *(item.path for item in read_files))
         frame = self._frames.get(place)
         if frame is None:
-            frame = self._frames[place] = frames.parquet_frame(self.spark, self.uri, wanted, kind.schema, _READING)
+            frame = self._frames[place] = frames.parquet_frame(self.spark, self.uri, read_files, kind.schema, _READING)
         if places is not None:
             frame = frame.where(places.condition(f"{name_sql(ORDER)}.high", name_sql(table.key_column)))
         return frame.selectExpr(f"{name_sql(table.key_column)} AS key", f"{name_sql(table.row_column)} AS row", VERSION)
 
     def live(self, kind: TableType, files: StateFiles) -> DataFrame:
         """The live versions of rows, deleted ones (null) too: ``key``, ``row``, ``version``."""
-        found = self.rows(kind, files.versions)
-        return without_versions(found, self.rows(kind, files.replaced)) if files.replaced else found
+        versions = self.rows(kind, files.versions)
+        return without_versions(versions, self.rows(kind, files.replaced)) if files.replaced else versions
 
 
 FEW_RECORDS, FEW_BYTES = 400_000, 8 << 20
@@ -187,12 +192,12 @@ def write_state(frame: DataFrame, kind: TableType, uri: str, folder: str, *, sma
     rows = rows.sortWithinPartitions("gone", "high", "low").drop("high", "low")
     place = storage.join(uri, folder)
     rows.write.partitionBy("gone").options(**_WRITING, **storage.spark_options(uri)).parquet(storage.spark_path(place))
-    found: list[list[DataFile]] = []
+    file_groups: list[list[DataFile]] = []
     for gone, group in ((0, table.versions), (1, table.replaced)):
-        below = f"{folder}/gone={gone}"
-        paths = storage.list_files(storage.join(uri, below), ".parquet")
-        found.append([item for name in paths if (item := _state_file(uri, f"{below}/{name}", group)).records])
-    return StateFiles(*found)
+        subfolder = f"{folder}/gone={gone}"
+        paths = storage.list_files(storage.join(uri, subfolder), ".parquet")
+        file_groups.append([item for name in paths if (item := _state_file(uri, f"{subfolder}/{name}", group)).records])
+    return StateFiles(*file_groups)
 
 
 def _state_file(uri: str, path: str, group: str) -> DataFile:
@@ -209,12 +214,12 @@ def _state_file(uri: str, path: str, group: str) -> DataFile:
 
 def _bounds(about: pq.FileMetaData, name: str) -> Range:
     """The least and the greatest value of a column of numbers without nulls."""
-    found: list[Range] = []
+    bounds: list[Range] = []
     for at in range(about.num_row_groups):
         group = about.row_group(at)
         column = next(group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema == name)
-        found.append((column.statistics.min, column.statistics.max))
-    return min((low for low, _ in found), default=0), max((high for _, high in found), default=0)
+        bounds.append((column.statistics.min, column.statistics.max))
+    return min((low for low, _ in bounds), default=0), max((high for _, high in bounds), default=0)
 
 
 TASK_RECORDS = 250_000
@@ -233,8 +238,8 @@ def slice_bounds(sample: Sequence[SlicePlace], count: int) -> list[SlicePlace]:
     >>> slice_bounds([(3, 0, 8), (1, 0, 9), (2, 0, 7), (4, 0, 6)], 500_000)
     [(3, 0, 8)]
     """
-    slices, ordered = -(-count // TASK_RECORDS), sorted(sample)
-    return [ordered[len(ordered) * at // slices] for at in range(1, slices)] if ordered else []
+    slices, sorted_sample = -(-count // TASK_RECORDS), sorted(sample)
+    return [sorted_sample[len(sorted_sample) * at // slices] for at in range(1, slices)] if sorted_sample else []
 
 
 def slice_sql(bounds: Sequence[SlicePlace], place: str) -> str:
@@ -252,15 +257,15 @@ def slice_place_sql(kind: TableType) -> str:
 
 def sliced(frame: DataFrame, kind: TableType, bounds: Sequence[SlicePlace]) -> DataFrame:
     """Rows with a ``key``, and their ``slice``. Each task writes one slice."""
-    found = slice_sql(bounds, slice_place_sql(kind))
-    return frame.selectExpr("*", f"{found} AS slice").repartitionById(len(bounds) + 1, "slice")
+    slice_number = slice_sql(bounds, slice_place_sql(kind))
+    return frame.selectExpr("*", f"{slice_number} AS slice").repartitionById(len(bounds) + 1, "slice")
 
 
 def write_new_rows(
     reader: StateReader,
     kind: TableType,
     records: DataFrame,
-    split: str,
+    error_sql: str,
     folder: str,
     *,
     bounds: Sequence[SlicePlace],
@@ -268,17 +273,17 @@ def write_new_rows(
 ) -> StateFiles:
     """Write the last record of each key as a version of a row. No commit names the files yet.
 
-    ``records``: see ``TableRecords``. No key of them is in the state, and none has a value that was not sent. ``split``: SQL that
-    fails, for a key in the partitions ``before`` and ``partition``. ``bounds``: see ``slice_bounds``. A file has one slice.
-    ``measured``: whether rows may be large.
+    ``records``: see ``TableRecords``. No key of them is in the state, and none has a value that was not sent.
+    ``error_sql``: SQL that fails, for a key in the partitions ``before`` and ``partition``. ``bounds``: see ``slice_bounds``.
+    A file has one slice. ``measured``: whether rows may be large.
     """
     # The slice comes last: Spark sorts by the first column fastest.
-    within = "(PARTITION BY place.high, place.low, key, slice ORDER BY offset)"
+    window = "(PARTITION BY place.high, place.low, key, slice ORDER BY offset)"
     rows = (
         sliced(records.selectExpr("*", f"{place_sql('key', kind.state_key)} AS place"), kind, bounds)
-        .selectExpr("*", f"lag(partition) OVER {within} AS before")
+        .selectExpr("*", f"lag(partition) OVER {window} AS before")
         .selectExpr(
-            f"CASE WHEN before <> partition THEN {split} ELSE before IS NULL END AS first",
+            f"CASE WHEN before <> partition THEN {error_sql} ELSE before IS NULL END AS first",
             "key",
             "row",
             "place",
@@ -287,8 +292,8 @@ def write_new_rows(
     )
     writer = KeyWriter(reader.uri, folder, kind.table.versions, kind.schema)
     with nullcontext() if measured else unmeasured(reader.spark):
-        found = rows.mapInArrow(writer.run, "found binary").collect()
-    files: list[DataFile] = [pickle.loads(bytes(row["found"])) for row in found]
+        task_rows = rows.mapInArrow(writer.run, "found binary").collect()
+    files: list[DataFile] = [pickle.loads(bytes(row["found"])) for row in task_rows]
     return StateFiles(sorted(files, key=lambda item: item.min_order or (0, 0)))
 
 
@@ -304,7 +309,7 @@ class KeyWriter:
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """A row with the pickled log entry of the file."""
         tune_worker()
-        tables = _groups(self._versions(rows) for rows in _keys(_gathered(batches)))
+        tables = _groups(self._versions(rows) for rows in _keys(_larger_batches(batches)))
         entry = write_versions(self.uri, self.folder, self.group, tables)
         if entry is not None:
             yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(entry)], pa.binary())], ["found"])
@@ -314,10 +319,13 @@ class KeyWriter:
         rows, offsets = keys
         partition, offset, high, low = rows["version"].flatten()
         version = pa.StructArray.from_arrays([partition, offset, high, low, offsets], fields=list(VERSION_TYPE))
-        made = [rows["place"].cast(ORDER_TYPE), version, rows["key"], rows["row"]]
+        columns = [rows["place"].cast(ORDER_TYPE), version, rows["key"], rows["row"]]
         names = [ORDER, VERSION, *(name for name in self.schema.names if name not in (ORDER, VERSION))]
         types = [self.schema.field(name).type for name in names]
-        arrays = [one if one.type.equals(kind) else one.cast(kind) for one, kind in zip(made, types, strict=True)]
+        arrays = [
+            column if column.type.equals(kind) else column.cast(kind)
+            for column, kind in zip(columns, types, strict=True)
+        ]
         return pa.RecordBatch.from_arrays(arrays, names)
 
 
@@ -343,47 +351,47 @@ def write_versions(uri: str, folder: str, group: str, tables: Iterable[pa.Table]
             return None
         writer.close()
         size = storage.file_size(place)
-    low, high = (min(each[:2] for each in bounds), max(each[2:] for each in bounds))
-    least, most = (low[0], min(each[1] for each in bounds)), (high[0], max(each[3] for each in bounds))
+    low, high = (min(bound[:2] for bound in bounds), max(bound[2:] for bound in bounds))
+    least, most = (low[0], min(bound[1] for bound in bounds)), (high[0], max(bound[3] for bound in bounds))
     return DataFile(path, size, records, group=group, min_order=least, max_order=most)
 
 
-def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _larger_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The same rows in larger batches."""
-    held: list[pa.RecordBatch] = []
+    gathered_batches: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:
-        held.append(batch)
+        gathered_batches.append(batch)
         rows, size = rows + len(batch), size + batch.get_total_buffer_size()
         if rows >= _GATHERED or size >= ROW_GROUP:
-            yield pa.concat_batches(held)
-            held, rows, size = [], 0, 0
+            yield pa.concat_batches(gathered_batches)
+            gathered_batches, rows, size = [], 0, 0
     if rows:
-        yield pa.concat_batches(held)
+        yield pa.concat_batches(gathered_batches)
 
 
 def _keys(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, pa.ListArray]]:
     """The last record of each key, and the offsets of all records of the key. The records are sorted by key."""
-    last: pa.RecordBatch | None = None
-    held: list[np.ndarray[Any, Any]] = []
+    last_record: pa.RecordBatch | None = None
+    offset_parts: list[np.ndarray[Any, Any]] = []
     for batch in batches:
         starts = np.flatnonzero(batch["first"].to_numpy(zero_copy_only=False))
         offsets = batch["version"].field("offset").to_numpy()
         if not len(starts):
-            last = batch.take(pa.array([len(batch) - 1]))
-            held.append(offsets.copy())
+            last_record = batch.take(pa.array([len(batch) - 1]))
+            offset_parts.append(offsets.copy())
             continue
         if starts[0]:
-            last = batch.slice(starts[0] - 1, 1)
-            held.append(offsets[: starts[0]])
-        if last is not None:
-            yield last, _lists(np.concatenate(held), [0, sum(map(len, held))])
+            last_record = batch.slice(starts[0] - 1, 1)
+            offset_parts.append(offsets[: starts[0]])
+        if last_record is not None:
+            yield last_record, _lists(np.concatenate(offset_parts), [0, sum(map(len, offset_parts))])
         if len(starts) > 1:
             inner = batch.take(pa.array(starts[1:] - 1))
             yield inner, _lists(offsets[starts[0] : starts[-1]], starts - starts[0])
-        last, held = batch.take(pa.array([len(batch) - 1])), [offsets[starts[-1] :].copy()]
-    if last is not None:
-        yield last, _lists(np.concatenate(held), [0, sum(map(len, held))])
+        last_record, offset_parts = batch.take(pa.array([len(batch) - 1])), [offsets[starts[-1] :].copy()]
+    if last_record is not None:
+        yield last_record, _lists(np.concatenate(offset_parts), [0, sum(map(len, offset_parts))])
 
 
 def _lists(values: np.ndarray[Any, Any], bounds: Any) -> pa.ListArray:
@@ -392,16 +400,16 @@ def _lists(values: np.ndarray[Any, Any], bounds: Any) -> pa.ListArray:
 
 def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     """The same rows in row groups."""
-    held: list[pa.RecordBatch] = []
+    group_batches: list[pa.RecordBatch] = []
     size = 0
     for batch in batches:
-        held.append(batch)
+        group_batches.append(batch)
         size += batch.get_total_buffer_size()
         if size >= ROW_GROUP:
-            yield pa.Table.from_batches(held)
-            held, size = [], 0
-    if held:
-        yield pa.Table.from_batches(held)
+            yield pa.Table.from_batches(group_batches)
+            group_batches, size = [], 0
+    if group_batches:
+        yield pa.Table.from_batches(group_batches)
 
 
 def _place_bounds(order: pa.StructArray) -> tuple[int, int, int, int]:

@@ -63,28 +63,30 @@ def due_files(files: StateFiles) -> StateFiles | None:
         return None
     if _records(files.replaced) * 4 >= _records(files.versions):
         return files
-    small = _balanced(runs)
-    own = {item.path for run in small for item in run}
-    due = StateFiles(*([item for item in each if item.path in own] for each in (files.versions, files.replaced)))
-    return due if len(small) >= RUNS else None
+    small = _small_runs(runs)
+    small_paths = {item.path for run in small for item in run}
+    due_state = StateFiles(
+        *([item for item in group if item.path in small_paths] for group in (files.versions, files.replaced))
+    )
+    return due_state if len(small) >= RUNS else None
 
 
 def _runs(files: Sequence[DataFile]) -> list[list[DataFile]]:
     """The files of each write."""
-    found: dict[str, list[DataFile]] = {}
+    runs: dict[str, list[DataFile]] = {}
     for item in files:
-        found.setdefault(item.path.rpartition("/")[0].partition("/gone=")[0], []).append(item)
-    return list(found.values())
+        runs.setdefault(item.path.rpartition("/")[0].partition("/gone=")[0], []).append(item)
+    return list(runs.values())
 
 
-def _balanced(runs: Sequence[Sequence[DataFile]]) -> Sequence[Sequence[DataFile]]:
+def _small_runs(runs: Sequence[Sequence[DataFile]]) -> Sequence[Sequence[DataFile]]:
     """The runs without the largest, each of which holds more records than all smaller runs together."""
-    ordered = sorted(runs, key=lambda run: -_records(run))
-    left = sum(map(_records, ordered))
-    for place, run in enumerate(ordered):
-        left -= _records(run)
-        if _records(run) <= left:
-            return ordered[place:]
+    sorted_runs = sorted(runs, key=lambda run: -_records(run))
+    remaining_records = sum(map(_records, sorted_runs))
+    for place, run in enumerate(sorted_runs):
+        remaining_records -= _records(run)
+        if _records(run) <= remaining_records:
+            return sorted_runs[place:]
     return ()
 
 
@@ -110,30 +112,30 @@ def fold(spark: SparkSession, state: StagingState) -> int:
     folds: list[_Fold] = []
     for at, table in enumerate(stored_tables(state.head)):
         files, kind = state_files(state, table), stored_type(table, state)
-        due = due_files(files)
-        if due is not None and kind is not None:
-            deleted = len(due.rows) < len(files.rows) or table.by_time or has_quarantined(state, table.topic)
-            folds.append(_Fold(uri, f"{folder}/state-{at}", kind, files, due, deleted))
+        due_state = due_files(files)
+        if due_state is not None and kind is not None:
+            deleted = len(due_state.rows) < len(files.rows) or table.by_time or has_quarantined(state, table.topic)
+            folds.append(_Fold(uri, f"{folder}/state-{at}", kind, files, due_state, deleted))
     if not folds:
         return 0
-    added: list[DataFile] = []
+    added_files: list[DataFile] = []
     try:
-        small = [each for each in folds if each.is_small]
+        small = [item for item in folds if item.is_small]
         by_arrow = run_tasks(spark, len(small), lambda at: small[at].by_arrow())
-        made = {each.folder: found for each, found in zip(small, by_arrow, strict=True)}
-        for each in folds:
-            found = made.get(each.folder) or each.by_spark(reader)
-            columns = indexed_columns(each.kind, index_columns(each.files))
-            indexes = write_index(reader, each.kind, found.versions, columns, small=each.is_small)
-            added += [*found.rows, *indexes]
-        removed = [[*each.due.rows, *indexes_of(each.files, each.due.versions)] for each in folds]
+        files_by_folder = {item.folder: new_files for item, new_files in zip(small, by_arrow, strict=True)}
+        for item in folds:
+            new_files = files_by_folder.get(item.folder) or item.by_spark(reader)
+            columns = indexed_columns(item.kind, index_columns(item.files))
+            indexes = write_index(reader, item.kind, new_files.versions, columns, small=item.is_small)
+            added_files += [*new_files.rows, *indexes]
+        removed_files = [[*item.due.rows, *indexes_of(item.files, item.due.versions)] for item in folds]
         crash_point("fold:written")
-        compaction.commit(state.table, added, removed)
+        compaction.commit(state.table, added_files, removed_files)
     except BaseException:
         storage.remove_files(storage.join(uri, folder))
         raise
     crash_point("fold:committed")
-    return sum(map(len, removed))
+    return sum(map(len, removed_files))
 
 
 @dataclass(frozen=True)
@@ -170,12 +172,12 @@ class _Fold:
         table = self.kind.table
         live = versions.filter(pa.array(~_is_in(versions, replaced)))
         live = live if self.deleted else live.filter(pc.is_valid(live[table.row_column]))
-        gone = replaced.filter(pa.array(~_is_in(replaced, versions)))
-        return StateFiles(self._written(0, table.versions, live), self._written(1, table.replaced, gone))
+        replaced_rows = replaced.filter(pa.array(~_is_in(replaced, versions)))
+        return StateFiles(self._write(0, table.versions, live), self._write(1, table.replaced, replaced_rows))
 
     def _read(self, files: Iterable[DataFile]) -> pa.Table | None:
         schema = self.kind.schema
-        found = [schema.empty_table()]
+        parts = [schema.empty_table()]
         for item in files:
             place = storage.join(self.uri, item.path)
             system, path = storage.filesystem(place)
@@ -187,22 +189,22 @@ class _Fold:
                 rows = file.read()
             if not _has_types(rows.schema, schema):
                 return None
-            columns = [_cast(rows[each.name], each.type) for each in schema]
-            found.append(pa.Table.from_arrays(columns, schema=schema))
-        return pa.concat_tables(found).combine_chunks()
+            columns = [_cast(rows[field.name], field.type) for field in schema]
+            parts.append(pa.Table.from_arrays(columns, schema=schema))
+        return pa.concat_tables(parts).combine_chunks()
 
-    def _written(self, at: int, group: str, rows: pa.Table) -> list[DataFile]:
+    def _write(self, at: int, group: str, rows: pa.Table) -> list[DataFile]:
         high, low = (pc.struct_field(rows[ORDER], [part]) for part in (0, 1))
         order = pc.sort_indices(pa.table({"high": high, "low": low}), [("high", "ascending"), ("low", "ascending")])
         entry = write_versions(self.uri, f"{self.folder}/gone={at}", group, [rows.take(order)] if len(rows) else [])
         return [] if entry is None else [entry]
 
 
-def _has_types(own: pa.Schema, wanted: pa.Schema) -> bool:
+def _has_types(file_schema: pa.Schema, table_schema: pa.Schema) -> bool:
     """Whether a file has the columns of a table as they are now. Of a time in INT96, Arrow does not know the zone."""
     texts = [
-        {each.name: spark_type(each.type).simpleString().replace("timestamp_ntz", "timestamp") for each in schema}
-        for schema in (own, wanted)
+        {field.name: spark_type(field.type).simpleString().replace("timestamp_ntz", "timestamp") for field in schema}
+        for schema in (file_schema, table_schema)
     ]
     return texts[0] == texts[1]
 
@@ -213,12 +215,14 @@ def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 def _is_in(rows: pa.Table, others: pa.Table) -> np.ndarray:
     """By row: whether its version is among the versions of other rows."""
-    mine, theirs = ([pc.struct_field(each[VERSION], [part]).to_numpy() for part in (0, 1)] for each in (rows, others))
-    found = np.zeros(len(rows), dtype=bool)
-    for partition in np.unique(mine[0]):
-        at = mine[0] == partition
-        found[at] = np.isin(mine[1][at], theirs[1][theirs[0] == partition])
-    return found
+    own_parts, other_parts = (
+        [pc.struct_field(table[VERSION], [part]).to_numpy() for part in (0, 1)] for table in (rows, others)
+    )
+    is_in = np.zeros(len(rows), dtype=bool)
+    for partition in np.unique(own_parts[0]):
+        at = own_parts[0] == partition
+        is_in[at] = np.isin(own_parts[1][at], other_parts[1][other_parts[0] == partition])
+    return is_in
 
 
 def has_quarantined(state: StagingState, topic: str) -> bool:

@@ -53,17 +53,17 @@ reads the column of all rows, which takes as long."""
 
 def join_columns(rules: Iterable[Rule]) -> dict[str, list[str]]:
     """Name of a table → the plain columns by which joins and look-ups of the rules find its rows."""
-    found: dict[str, dict[str, None]] = {}
+    columns_by_table: dict[str, dict[str, None]] = {}
     for rule in rules:
         tables = {item.alias: item for item in rule.tables}
         pairs = [join.on for join in rule.view.joins] if rule.view is not None else [item.on for item in rule.lookups]
-        for each in pairs:
+        for condition in pairs:
             # A look-up lists the values of a single column.
-            for sql in each[0] if len(each) == 1 else ():
+            for sql in condition[0] if len(condition) == 1 else ():
                 names = [(item, plain_column(sql, alias)) for alias, item in tables.items()]
                 for name, column in ((table_of(item).name, column) for item, column in names if column is not None):
-                    found.setdefault(name, {})[column] = None
-    return {name: list(columns) for name, columns in found.items()}
+                    columns_by_table.setdefault(name, {})[column] = None
+    return {name: list(columns) for name, columns in columns_by_table.items()}
 
 
 def indexed_columns(kind: TableType, columns: Iterable[str]) -> list[str]:
@@ -76,30 +76,34 @@ def indexed_columns(kind: TableType, columns: Iterable[str]) -> list[str]:
     if not isinstance(kind.state_row, spark.StructType):
         return []
     types: dict[str, tuple[str, DataType]] = {item.name.lower(): (item.name, item.dataType) for item in kind.state_row}
-    first = next((sql.lower() for sql, _ in leaves_of("key", kind.state_key)), "")
-    found: list[str] = []
-    for name, of in (types[column.lower()] for column in columns if column.lower() in types):
-        is_number = isinstance(of, spark.LongType | spark.IntegerType)
-        if (is_number and first != f"key.{name_sql(name)}".lower()) or of == spark.StringType():
-            found.append(name)
-    return found
+    first_field = next((sql.lower() for sql, _ in leaves_of("key", kind.state_key)), "")
+    names: list[str] = []
+    for name, data_type in (types[column.lower()] for column in columns if column.lower() in types):
+        is_number = isinstance(data_type, spark.LongType | spark.IntegerType)
+        if (is_number and first_field != f"key.{name_sql(name)}".lower()) or data_type == spark.StringType():
+            names.append(name)
+    return names
 
 
 def write_index(
     reader: StateReader, kind: TableType, versions: Sequence[DataFile], columns: Sequence[str], *, small: bool
 ) -> list[DataFile]:
     """Write an index of new versions for each column. No commit names the files yet."""
-    found: list[DataFile] = []
+    index_files: list[DataFile] = []
     for folder in dict.fromkeys(_folder(item) for item in versions):
-        own = [item for item in versions if _folder(item) == folder]
+        folder_versions = [item for item in versions if _folder(item) == folder]
         for at, column in enumerate(columns):
             writer = _IndexWriter(
                 reader.uri, f"{folder}/index-{at}", kind.table.index(column), kind.table.row_column, column
             )
-            entries = [writer.write(_entries(reader.uri, own, writer))] if small else _large(reader, kind, own, writer)
+            entries = (
+                [writer.write(_entries(reader.uri, folder_versions, writer))]
+                if small
+                else _large(reader, kind, folder_versions, writer)
+            )
             # An index without an entry says that no row has a value.
-            found += entries or [writer.write(_no_entries(kind, column))]
-    return found
+            index_files += entries or [writer.write(_no_entries(kind, column))]
+    return index_files
 
 
 def _folder(item: DataFile) -> str:
@@ -124,12 +128,12 @@ def _entries(uri: str, versions: Sequence[DataFile], writer: _IndexWriter) -> pa
         system, path = storage.filesystem(place)
         # Not `read_table`, which takes a dot in a column's name for the way to a field.
         with storage.access_errors(place, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
-            read = file.read(columns=[f"{ORDER}.high", writer.path]).combine_chunks()
-        value, high = (pc.struct_field(read[name], [0]) for name in (writer.row_column, ORDER))
+            rows = file.read(columns=[f"{ORDER}.high", writer.path]).combine_chunks()
+        value, high = (pc.struct_field(rows[name], [0]) for name in (writer.row_column, ORDER))
         tables.append(pa.table({"value": value, "high": high}))
-    found = pa.concat_tables(tables, promote_options="permissive")
-    found = found.filter(pc.is_valid(found["value"]))
-    return found.sort_by([("value", "ascending"), ("high", "ascending")])
+    entries = pa.concat_tables(tables, promote_options="permissive")
+    entries = entries.filter(pc.is_valid(entries["value"]))
+    return entries.sort_by([("value", "ascending"), ("high", "ascending")])
 
 
 def _no_entries(kind: TableType, column: str) -> pa.Table:
@@ -157,8 +161,8 @@ class _IndexWriter:
         tune_worker()
         rows = list(batches)
         if sum(map(len, rows)):
-            packed = pickle.dumps(self.write(pa.Table.from_batches(rows)))
-            yield pa.RecordBatch.from_arrays([pa.array([packed], pa.binary())], ["found"])
+            log_entry = pickle.dumps(self.write(pa.Table.from_batches(rows)))
+            yield pa.RecordBatch.from_arrays([pa.array([log_entry], pa.binary())], ["found"])
 
     def write(self, entries: pa.Table) -> DataFile:
         """The log entry of a new file."""
@@ -168,13 +172,13 @@ class _IndexWriter:
         high = entries["high"].combine_chunks().cast(pa.int64())
         value = entries["value"].combine_chunks()
         order = pa.StructArray.from_arrays([high, pa.array(np.zeros(len(high), np.int64))], fields=list(ORDER_TYPE))
-        made = pa.table({ORDER: order, self.row_column: pa.StructArray.from_arrays([value], [self.column])})
+        table = pa.table({ORDER: order, self.row_column: pa.StructArray.from_arrays([value], [self.column])})
         with storage.access_errors(place, "can't be written"):
             system.create_dir(full.rsplit("/", 1)[0], recursive=True)
             # Sorted numbers, and numbers near each other, take a third of the room of a dictionary.
             numbers = [f"{ORDER}.high", f"{ORDER}.low", *([self.path] if pa.types.is_integer(value.type) else [])]
             pq.write_table(
-                made,
+                table,
                 full,
                 filesystem=system,
                 row_group_size=GROUP_RECORDS,
@@ -185,7 +189,7 @@ class _IndexWriter:
         bounds = pc.min_max(high).as_py()
         least, most = ((bounds[name] or 0, 0) for name in ("min", "max"))
         size = storage.file_size(place)
-        return DataFile(path, size, len(made), group=self.group, min_order=least, max_order=most)
+        return DataFile(path, size, len(table), group=self.group, min_order=least, max_order=most)
 
 
 def looked_up_places(reader: StateReader, kind: TableType, files: StateFiles, values: KeyFilter) -> Places | None:
@@ -196,25 +200,25 @@ def looked_up_places(reader: StateReader, kind: TableType, files: StateFiles, va
     column = values.column
     if column is None or values.values is None:
         return None
-    own = [item for item in files.indexes if item.group == kind.table.index(column)]
-    folders = {_folder(item).rpartition("/")[0] for item in own}
+    index_files = [item for item in files.indexes if item.group == kind.table.index(column)]
+    folders = {_folder(item).rpartition("/")[0] for item in index_files}
     records = sum(item.records for item in files.versions)
-    wanted = sorted(set(values.values.drop_null().to_pylist()))
-    if not own or any(_folder(item) not in folders for item in files.versions):
+    sorted_values = sorted(set(values.values.drop_null().to_pylist()))
+    if not index_files or any(_folder(item) not in folders for item in files.versions):
         return None
     highs: set[int] = set()
-    for item in own:
+    for item in index_files:
         uri = storage.join(reader.uri, item.path)
-        found = _highs(uri, f"{kind.table.row_column}.{column}", wanted, records)
-        if found is None or len(highs := highs | found) * PAGE_RECORDS * SHARE >= records:
+        file_highs = _highs(uri, f"{kind.table.row_column}.{column}", sorted_values, records)
+        if file_highs is None or len(highs := highs | file_highs) * PAGE_RECORDS * SHARE >= records:
             return None
     return Places(sorted(highs))
 
 
-def _highs(uri: str, path: str, wanted: Sequence[int] | Sequence[str], records: int) -> set[int] | None:
-    """The places of the wanted values in a file of an index; None if the entries to read are many.
+def _highs(uri: str, path: str, sorted_values: Sequence[int] | Sequence[str], records: int) -> set[int] | None:
+    """The places of some values in a file of an index; None if the entries to read are many.
 
-    ``wanted``: sorted; ``records``: of the state.
+    ``sorted_values``: the values; ``records``: of the state.
     """
     system, full = storage.filesystem(uri)
     with storage.access_errors(uri, "can't be read"), pq.ParquetFile(full, filesystem=system) as file:
@@ -223,8 +227,10 @@ def _highs(uri: str, path: str, wanted: Sequence[int] | Sequence[str], records: 
         groups: list[int] = []
         for number in range(about.num_row_groups):
             span = about.row_group(number).column(at).statistics
-            first = bisect_left(wanted, span.min) if span is not None and span.has_min_max else 0
-            if first < len(wanted) and (span is None or not span.has_min_max or wanted[first] <= span.max):
+            position = bisect_left(sorted_values, span.min) if span is not None and span.has_min_max else 0
+            if position < len(sorted_values) and (
+                span is None or not span.has_min_max or sorted_values[position] <= span.max
+            ):
                 groups.append(number)
         if not groups:
             return set()
@@ -232,29 +238,29 @@ def _highs(uri: str, path: str, wanted: Sequence[int] | Sequence[str], records: 
             return None
         entries = file.read_row_groups(groups, columns=[f"{ORDER}.high", path]).combine_chunks()
     name = path.removesuffix(f".{path.rpartition('.')[2]}")
-    column, high = (pc.struct_field(entries[each], [0]) for each in (name, ORDER))
+    column, high = (pc.struct_field(entries[column_name], [0]) for column_name in (name, ORDER))
     # A wanted number may be too large for the column.
-    values = pa.array(wanted)
-    found = high.filter(pc.is_in(column.cast(values.type), value_set=values))
-    return set(found.unique().to_pylist())
+    values = pa.array(sorted_values)
+    matches = high.filter(pc.is_in(column.cast(values.type), value_set=values))
+    return set(matches.unique().to_pylist())
 
 
 def unindexed_rows(reader: StateReader, kind: TableType, files: StateFiles) -> int:
     """The number of values in versions with an index that the index lacks. Spark compares all entries."""
-    found = 0
+    count = 0
     for column in indexed_columns(kind, index_columns(files)):
-        own = [item for item in files.indexes if item.group == kind.table.index(column)]
-        folders = {_folder(item).rpartition("/")[0] for item in own}
+        index_files = [item for item in files.indexes if item.group == kind.table.index(column)]
+        folders = {_folder(item).rpartition("/")[0] for item in index_files}
         value = kind.schema.field(kind.table.row_column).type.field(column)
         schema = pa.schema([kind.schema.field(ORDER), pa.field(kind.table.row_column, pa.struct([value]))])
-        sides = ([item for item in files.versions if _folder(item) in folders], own)
+        sides = ([item for item in files.versions if _folder(item) in folders], index_files)
         names = f"{name_sql(ORDER)}.high AS high", f"{name_sql(kind.table.row_column)}.{name_sql(column)} AS value"
         rows, entries = (
             frames.parquet_frame(reader.spark, reader.uri, side, schema).selectExpr(*names).where("value IS NOT NULL")
             for side in sides
         )
-        found += rows.join(entries, ["high", "value"], "left_anti").count()
-    return found
+        count += rows.join(entries, ["high", "value"], "left_anti").count()
+    return count
 
 
 def index_columns(files: StateFiles) -> list[str]:

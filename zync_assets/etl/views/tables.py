@@ -134,8 +134,8 @@ def stored_type(table: Table, state: StagingState) -> TableType | None:
 
 def tables_of(rules: Iterable[Rule]) -> dict[str, Table]:
     """The tables of the rules, by name."""
-    each = (table_of(item) for rule in rules for item in rule.tables)
-    return {table.name: table for table in each}
+    tables = (table_of(item) for rule in rules for item in rule.tables)
+    return {table.name: table for table in tables}
 
 
 def definition_of(rule: Rule) -> str:
@@ -204,8 +204,12 @@ def removed_views(views: Mapping[str, str], results: Mapping[str, str], rules: I
     the views that have a result now.
     """
     names, outputs = {rule.name for rule in rules}, set(map(_output_of, results.values()))
-    gone = {name: _output_of(text) for name, text in views.items() if name not in names}
-    return {name: json.dumps([REMOVED, out]) for name, out in gone.items() if out is None or out not in outputs}
+    removed_outputs = {name: _output_of(text) for name, text in views.items() if name not in names}
+    return {
+        name: json.dumps([REMOVED, output])
+        for name, output in removed_outputs.items()
+        if output is None or output not in outputs
+    }
 
 
 @dataclass(frozen=True)
@@ -265,19 +269,20 @@ def declared_frame(pipeline: Pipeline, spark: SparkSession, topic: str, frame: D
     without a raw table."""
     from pyspark.sql.types import NullType, StructField, StructType
 
-    known = None if frame is None else schema_of(frame)
-    absent = [side for side in ("key", "value") if known is None or isinstance(known[side].dataType, NullType)]
+    schema = None if frame is None else schema_of(frame)
+    absent = [side for side in ("key", "value") if schema is None or isinstance(schema[side].dataType, NullType)]
     sides = {side: kind for side in absent if (kind := _declared(pipeline, pipeline.input(topic), side)) is not None}
-    if frame is None or known is None:
+    if frame is None or schema is None:
         columns = [f"CAST(NULL AS {type_sql(spark_type(KAFKA_TYPE))}) AS kafka"]
         columns += [f"CAST(NULL AS {type_sql(kind)}) AS {side}" for side, kind in sides.items()]
         return spark.range(0).selectExpr(*columns) if len(sides) == len(absent) else None
     if not sides:
         return frame
     columns = [f"CAST(NULL AS {type_sql(kind)}) AS {side}" for side, kind in sides.items()]
-    made = frame.selectExpr(f"* EXCEPT ({', '.join(sides)})", *columns)
+    typed_frame = frame.selectExpr(f"* EXCEPT ({', '.join(sides)})", *columns)
     return note_schema(
-        made, StructType([StructField(each.name, sides.get(each.name, each.dataType)) for each in known])
+        typed_frame,
+        StructType([StructField(column.name, sides.get(column.name, column.dataType)) for column in schema]),
     )
 
 
@@ -321,18 +326,18 @@ def _number_sql(sql: str, kind: DataType) -> str:
     from pyspark.sql import types as spark
 
     if isinstance(kind, spark.IntegralType | spark.BooleanType):
-        made = f"CAST({sql} AS BIGINT)"
+        number = f"CAST({sql} AS BIGINT)"
     elif isinstance(kind, spark.NumericType):
-        made = f"try_cast(floor({sql}) AS BIGINT)"
+        number = f"try_cast(floor({sql}) AS BIGINT)"
     elif isinstance(kind, spark.DateType):
-        made = f"CAST(unix_date({sql}) AS BIGINT)"
+        number = f"CAST(unix_date({sql}) AS BIGINT)"
     elif isinstance(kind, spark.TimestampType):
-        made = f"unix_micros({sql})"
+        number = f"unix_micros({sql})"
     elif isinstance(kind, spark.StringType | spark.BinaryType):
-        made = f"xxhash64(CAST({sql} AS BINARY))"
+        number = f"xxhash64(CAST({sql} AS BINARY))"
     else:
-        made = f"xxhash64(to_json(named_struct('it', {sql})))"
-    return f"coalesce({made}, 0L)"
+        number = f"xxhash64(to_json(named_struct('it', {sql})))"
+    return f"coalesce({number}, 0L)"
 
 
 def null_sql(sql: str, kind: DataType) -> str:
@@ -348,6 +353,6 @@ def without_versions(
     from pyspark.sql import functions as F
 
     replaced = F.broadcast(replaced) if few else replaced
-    gone = replaced.selectExpr(f"{version}.partition AS z_partition", f"{version}.offset AS z_offset")
-    same = F.expr(f"{version}.partition = z_partition AND {version}.offset = z_offset")
-    return frame.join(gone, same, "left_anti")
+    replaced_places = replaced.selectExpr(f"{version}.partition AS z_partition", f"{version}.offset AS z_offset")
+    is_replaced = F.expr(f"{version}.partition = z_partition AND {version}.offset = z_offset")
+    return frame.join(replaced_places, is_replaced, "left_anti")
