@@ -66,22 +66,22 @@ def event_rules(pipeline: Pipeline, pool: str) -> tuple[Rule, ...]:
     return tuple(rule for rule in pipeline.rules_of(pool) if rule.view is None)
 
 
-def rebuild_events_plan(pipeline: Pipeline, pool: str, made: Recomputed) -> EtlPlan:
+def rebuild_events_plan(pipeline: Pipeline, pool: str, recomputed: Recomputed) -> EtlPlan:
     """The plan of the commit. CommitConflict if a batch was committed since the scratch pool reached *seen*."""
     plan = plan_etl(pipeline, pool)
     for place, position in plan.head.inputs.items():
-        if place[0] in _covered(pipeline, pool, made):
-            found = made.state.head.inputs.get(place)
-            if (position.seen if found is None else found.seen) != position.seen:
+        if place[0] in _account_inputs(pipeline, pool, recomputed):
+            scratch_position = recomputed.state.head.inputs.get(place)
+            if (position.seen if scratch_position is None else scratch_position.seen) != position.seen:
                 raise CommitConflict(f"pool {pool}: another process transformed {place[0]} meanwhile; run again")
     ranges: dict[str, Any] = dict.fromkeys(plan.ranges, ())
     waits = replace(plan.waits, overdue=())
-    return replace(plan, ranges=ranges, reopening=Reopening(), cuts={}, waits=waits, recomputed=made)
+    return replace(plan, ranges=ranges, reopening=Reopening(), cuts={}, waits=waits, recomputed=recomputed)
 
 
-def _covered(pipeline: Pipeline, pool: str, made: Recomputed) -> set[str]:
+def _account_inputs(pipeline: Pipeline, pool: str, recomputed: Recomputed) -> set[str]:
     """The inputs whose account is rebuilt."""
-    return {topic for topic, _ in made.state.head.inputs} - _tables(pipeline, pool)
+    return {topic for topic, _ in recomputed.state.head.inputs} - _tables(pipeline, pool)
 
 
 def _tables(pipeline: Pipeline, pool: str) -> set[str]:
@@ -91,37 +91,39 @@ def _tables(pipeline: Pipeline, pool: str) -> set[str]:
 
 def rebuild_rows(transform: Transform) -> ResultRows:
     """The result rows of a rebuild. They count as further outputs of matches: the scratch pool has counted their sources."""
-    made = transform.plan.recomputed
-    assert made is not None
-    _refuse_others(transform, made)
-    found = [rows for topic in made.topics if (rows := _topic_rows(transform, made, topic)) is not None]
-    frame = union(found) if found else no_rows(transform).selectExpr("*", "true AS extra")
+    recomputed = transform.plan.recomputed
+    assert recomputed is not None
+    _refuse_others(transform, recomputed)
+    topic_frames = [
+        rows for topic in recomputed.topics if (rows := _topic_rows(transform, recomputed, topic)) is not None
+    ]
+    frame = union(topic_frames) if topic_frames else no_rows(transform).selectExpr("*", "true AS extra")
     return ResultRows([ResultFrame(frame, frozenset(transform.types), ["extra"])], {})
 
 
-def _refuse_others(transform: Transform, made: Recomputed) -> None:
+def _refuse_others(transform: Transform, recomputed: Recomputed) -> None:
     """EtlError if the account changes, and another output topic would change too: records of that change would count as done
     without an output."""
     pipeline = transform.pipeline
     rules = event_rules(pipeline, transform.plan.pool)
-    others = dict.fromkeys(rule.out for rule in rules if rule.out not in made.topics)
+    others = dict.fromkeys(rule.out for rule in rules if rule.out not in recomputed.topics)
     if not others or is_rebuilt(transform.spark, pipeline, transform.plan):
         return
     for topic in others:
-        rows = _topic_rows(transform, made, topic)
+        rows = _topic_rows(transform, recomputed, topic)
         if rows is not None and not rows.isEmpty():
             raise EtlError(
                 f"topic {topic}: its outputs change, too, and its rules share the account of inputs with the rules of"
-                f" {', '.join(made.topics)}. Records that only {topic} gets would count as done. Nothing was staged. Rebuild all:"
-                f" {pipeline.command('rebuild')}"
+                f" {', '.join(recomputed.topics)}. Records that only {topic} gets would count as done. Nothing was staged."
+                f" Rebuild all: {pipeline.command('rebuild')}"
             )
 
 
 def rebuild_bounds(transform: Transform, parts: Sequence[str]) -> list[Bound]:
     """The bounds of the buckets of a rebuild's result rows: spans of the scratch pool's offsets. ``parts``: of ``ord``."""
-    made = transform.plan.recomputed
-    assert made is not None
-    ends = [made.state.head.output_ends(made.prefix + topic).get(0, 0) for topic in made.topics]
+    recomputed = transform.plan.recomputed
+    assert recomputed is not None
+    ends = [recomputed.state.head.output_ends(recomputed.prefix + topic).get(0, 0) for topic in recomputed.topics]
     count = sum(ends) // positions.BUCKET_RECORDS
     starts = [max(ends) * 2 * part // count for part in range(1, count)]
     return [tuple({"high": 1, "offset": start}.get(name, 0) for name in parts) for start in starts]
@@ -160,31 +162,32 @@ class _Topic:
         """Field → whether a record of the scratch pool sets it, as SQL."""
         from pyspark.sql.types import StructType
 
-        own = {
+        fields_by_rule = {
             rule: set(target.value[1].names)
             for rule, target in self.targets.items()
             if target.value is not None and isinstance(target.value[1], StructType)
         }
-        known = {
-            name: [text_sql(rule) for rule in self.targets if not name or name in own.get(rule, ())]
+        rules_by_field = {
+            name: [text_sql(rule) for rule in self.targets if not name or name in fields_by_rule.get(rule, ())]
             for name, _, _ in self.fields
         }
         return {
-            name: f"rule IN ({', '.join(rules) or 'NULL'}){_unless_left_out(name)}" for name, rules in known.items()
+            name: f"rule IN ({', '.join(rules) or 'NULL'}){_unless_left_out(name)}"
+            for name, rules in rules_by_field.items()
         }
 
     def set_by_schemas(self, state: StagingState) -> dict[str, str]:
         """Field → whether a staged record sets it, as SQL."""
-        texts = {name: text for name, (of, text) in state.head.schemas.items() if of == self.name}
+        texts = {name: text for name, (topic, text) in state.head.schemas.items() if topic == self.name}
         column = staging.value_column(self.name)
         kind = state.schema.field(column).type if column in state.schema.names else pa.null()
         items = {item.name: item for item in (fields_of(kind) if pa.types.is_struct(kind) else ())}
-        found: dict[str, str] = {}
+        conditions: dict[str, str] = {}
         for name, _, _ in self.fields:
             item = items.get(name)
-            known = [of for of, text in texts.items() if not name or (item is not None and has_field(text, item))]
-            found[name] = f"schema IN ({', '.join(map(text_sql, known)) or 'NULL'}){_unless_left_out(name)}"
-        return found
+            schemas = [key for key, text in texts.items() if not name or (item is not None and has_field(text, item))]
+            conditions[name] = f"schema IN ({', '.join(map(text_sql, schemas)) or 'NULL'}){_unless_left_out(name)}"
+        return conditions
 
 
 def _unless_left_out(name: str) -> str:
@@ -195,10 +198,10 @@ def _unless_left_out(name: str) -> str:
 def has_field(schema: str, item: pa.Field) -> bool:
     """Whether the records of an output schema have a field of the value."""
     fields = record_fields(json.loads(schema)["value"]["schema"])
-    return fields is None or any(each["name"] in (item.name, original(item)) for each in fields)
+    return fields is None or any(field["name"] in (item.name, original(item)) for field in fields)
 
 
-def _topic_rows(transform: Transform, made: Recomputed, name: str) -> DataFrame | None:
+def _topic_rows(transform: Transform, recomputed: Recomputed, name: str) -> DataFrame | None:
     """The rebuilt outputs of a topic; None while its rules have no types."""
     from pyspark.sql import functions as F
 
@@ -207,32 +210,32 @@ def _topic_rows(transform: Transform, made: Recomputed, name: str) -> DataFrame 
     if kind is None or not kind.targets:
         return None
     sides = [[getattr(target, side) for target in kind.targets.values()] for side in ("key", "value")]
-    key, value = (next((side[2] for side in each if side is not None), None) for each in sides)
+    key, value = (next((side[2] for side in targets if side is not None), None) for targets in sides)
     topic = _Topic(name, kind.targets, key, value)
-    scratch = topic.records(frames.output_frame(transform.spark, made.state, made.prefix + name))
+    scratch = topic.records(frames.output_frame(transform.spark, recomputed.state, recomputed.prefix + name))
     if all(item.next == item.base for item in state.head.positions(name).values()):
         return _outputs(
             transform, topic, scratch.selectExpr(*_RECORD, "1L AS high", "0 AS place", "o * 2 + 1 AS number")
         )
     staged = topic.records(frames.output_frame(transform.spark, state, name))
     _check_keys(transform, topic, scratch, staged)
-    new = _folded(topic, scratch, topic.set_by_rules(), "new")
-    old = _folded(topic, staged, topic.set_by_schemas(state), "old")
+    new = _latest_rows(topic, scratch, topic.set_by_rules(), "new")
+    old = _latest_rows(topic, staged, topic.set_by_schemas(state), "old")
     kinds = [target.key[1] for target in topic.targets.values() if target.key is not None]
     refuse_other_keys(name, old.selectExpr("last_old.schema AS schema"), state.head, kinds)
-    changed = checkpoint(_changed(topic, new, old))
-    emits = changed.selectExpr("last.p AS staged_in", "explode(emits) AS at")
+    changed_keys = checkpoint(_differing_rows(topic, new, old))
+    emits = changed_keys.selectExpr("last.p AS staged_in", "explode(emits) AS at")
     records = scratch.join(emits, F.expr("o = at"))
     records = records.selectExpr(*_RECORD, "staged_in", "1L AS high", "0 AS place", "o * 2 + 1 AS number")
     first = "CASE WHEN size(emits) > 0 THEN struct(1L AS high, 0 AS place, emits[0] * 2 AS number)"
     first = f"{first} ELSE struct(0L AS high, last.p AS place, last.o AS number) END"
-    gone = changed.where("deletes").selectExpr("k", "last", "last.p AS staged_in", f"{first} AS at")
+    deleted_keys = changed_keys.where("deletes").selectExpr("k", "last", "last.p AS staged_in", f"{first} AS at")
     kinds = {"v": "string" if value is None else type_sql(value), "left_out": "array<string>", "headers": HEADERS}
     nulls = [f"CAST(NULL AS {kind}) AS {column}" for column, kind in kinds.items()]
-    tombstones = gone.selectExpr("k", "last.rule AS rule", "last.source AS source", *nulls, "staged_in", "at.*")
-    found = records.unionByName(tombstones)
-    _check_partitions(transform, topic, found)
-    return _outputs(transform, topic, found)
+    tombstones = deleted_keys.selectExpr("k", "last.rule AS rule", "last.source AS source", *nulls, "staged_in", "at.*")
+    result_records = records.unionByName(tombstones)
+    _check_partitions(transform, topic, result_records)
+    return _outputs(transform, topic, result_records)
 
 
 _RECORD = ("k", "v", "rule", "source", "left_out", "headers")
@@ -261,16 +264,16 @@ def _check_keys(transform: Transform, topic: _Topic, scratch: DataFrame, staged:
         )
 
 
-def _check_partitions(transform: Transform, topic: _Topic, found: DataFrame) -> None:
+def _check_partitions(transform: Transform, topic: _Topic, records: DataFrame) -> None:
     """EtlError if a record would go to another partition than the staged records of its key, by ``partition-by``."""
     by, state = transform.pipeline.output(topic.name).partition_by, transform.plan.state
     if by is None or state is None:
         return
     by = by_in_lake_names(by, transform.types[topic.name])
-    made = by_sql(by, len(state.head.positions(topic.name)))
-    keyed = found.where("staged_in IS NOT NULL").selectExpr("k AS key", "v AS value", "staged_in")
-    moved = keyed.selectExpr("key", "staged_in", f"coalesce({made}, 0) AS place").where("place <> staged_in")
-    for row in moved.selectExpr("to_json(struct(key)) AS text", "staged_in", "place").limit(1).collect():
+    number_sql = by_sql(by, len(state.head.positions(topic.name)))
+    keyed = records.where("staged_in IS NOT NULL").selectExpr("k AS key", "v AS value", "staged_in")
+    moves = keyed.selectExpr("key", "staged_in", f"coalesce({number_sql}, 0) AS place").where("place <> staged_in")
+    for row in moves.selectExpr("to_json(struct(key)) AS text", "staged_in", "place").limit(1).collect():
         raise EtlError(
             f"topic {topic.name}: a record with the {row['text']} would go to partition {row['place']}, and the staged records of"
             f" the key are in partition {row['staged_in']}. Nothing was staged. Write a partition-by over the key alone, or name"
@@ -278,7 +281,7 @@ def _check_partitions(transform: Transform, topic: _Topic, found: DataFrame) -> 
         )
 
 
-def _folded(topic: _Topic, records: DataFrame, sets: Mapping[str, str], side: str) -> DataFrame:
+def _latest_rows(topic: _Topic, records: DataFrame, sets: Mapping[str, str], side: str) -> DataFrame:
     """A row for each key that is not deleted: the key, the last record, and for each field its value, and the offset of the last
     record that sets it. The names of the columns end in ``side``. ``sets``: field → whether a record sets it."""
     from pyspark.sql import functions as F
@@ -294,7 +297,7 @@ def _folded(topic: _Topic, records: DataFrame, sets: Mapping[str, str], side: st
     return live.groupBy("k").agg(*map(F.expr, columns)).withColumnRenamed("k", f"k_{side}")
 
 
-def _changed(topic: _Topic, new: DataFrame, old: DataFrame) -> DataFrame:
+def _differing_rows(topic: _Topic, new: DataFrame, old: DataFrame) -> DataFrame:
     """The keys whose row differs: the staged key ``k``, its ``last`` record, ``deletes`` (whether a tombstone is needed), and
     ``emits`` (the offsets of the scratch pool's records that make the new row of the old one, ascending)."""
     from pyspark.sql import functions as F
@@ -305,10 +308,10 @@ def _changed(topic: _Topic, new: DataFrame, old: DataFrame) -> DataFrame:
         for at, (_, _, kind) in enumerate(topic.fields)
     ]
     lacks = " OR ".join(f"at{at}_new IS NULL AND at{at}_old IS NOT NULL" for at, _ in enumerate(topic.fields))
-    since = ", ".join(f"CASE WHEN {one} THEN {at} END" for one, at in zip(differs, ats, strict=True))
-    both = new.join(old, F.expr("k_new <=> k_old"), "full_outer")
-    both = both.where(f"(k_new IS NULL) <> (k_old IS NULL) OR {' OR '.join(differs)}")
-    both = both.selectExpr(
+    since = ", ".join(f"CASE WHEN {difference} THEN {at} END" for difference, at in zip(differs, ats, strict=True))
+    pairs = new.join(old, F.expr("k_new <=> k_old"), "full_outer")
+    pairs = pairs.where(f"(k_new IS NULL) <> (k_old IS NULL) OR {' OR '.join(differs)}")
+    pairs = pairs.selectExpr(
         "k_old AS k",
         "last_old AS last",
         f"k_old IS NOT NULL AND (k_new IS NULL OR {lacks}) AS deletes",
@@ -316,7 +319,7 @@ def _changed(topic: _Topic, new: DataFrame, old: DataFrame) -> DataFrame:
         f"array_min(array({since})) AS since",
     )
     emits = "array_sort(filter(ats, at -> deletes OR k IS NULL OR at >= since)) AS emits"
-    return both.selectExpr("k", "last", "deletes", emits)
+    return pairs.selectExpr("k", "last", "deletes", emits)
 
 
 def _outputs(transform: Transform, topic: _Topic, records: DataFrame) -> DataFrame:
@@ -325,20 +328,22 @@ def _outputs(transform: Transform, topic: _Topic, records: DataFrame) -> DataFra
     indexes = {name: labels.rules.index(name) for name in topic.targets}
     rules = " ".join(f"WHEN {text_sql(name)} THEN {at}" for name, at in indexes.items())
     # A tombstone of a rule that is gone has the key of another rule.
-    keyed = [name for name, target in topic.targets.items() if target.key and target.key[1].simpleString() != "void"]
-    other = indexes[(keyed or list(indexes))[0]]
+    keyed_rules = [
+        name for name, target in topic.targets.items() if target.key and target.key[1].simpleString() != "void"
+    ]
+    other_index = indexes[(keyed_rules or list(indexes))[0]]
     places = " ".join(f"WHEN {text_sql(name)} THEN {at}" for at, name in enumerate(labels.topics))
     # An input that the file has no more can't be named.
-    each = f"struct(CASE it.topic {places} ELSE 0 END AS place, it.partition AS partition, it.offset AS offset)"
+    place_struct = f"struct(CASE it.topic {places} ELSE 0 END AS place, it.partition AS partition, it.offset AS offset)"
     parts = {"high": "high", "place": "place", "offset": "number", "low": "0L"}
     order = ", ".join(f"{parts.get(name, '0')} AS {name}" for name in ordering.parts)
     target = next(iter(topic.targets.values()))
     sides = [(side, name) for side, name in zip("kv", (target.key, target.value), strict=True) if name is not None]
     return records.selectExpr(
         "'out' AS kind",
-        f"CASE rule {rules} ELSE {other} END AS rule",
+        f"CASE rule {rules} ELSE {other_index} END AS rule",
         f"struct({order}) AS ord",
-        f"transform(source, it -> {each}) AS source",
+        f"transform(source, it -> {place_struct}) AS source",
         "size(source) - 1 AS last",
         "0 AS waited",
         "CAST(NULL AS bigint) AS hash",
@@ -349,10 +354,10 @@ def _outputs(transform: Transform, topic: _Topic, records: DataFrame) -> DataFra
     )
 
 
-def refuse_failures(plan: EtlPlan, found: Mapping[Place, Failure]) -> None:
+def refuse_failures(plan: EtlPlan, failures: Mapping[Place, Failure]) -> None:
     """EtlError if an output of a rebuild fails. No record of the account can go into quarantine for it."""
-    if plan.recomputed is not None and found:
-        first = found[min(found)]
+    if plan.recomputed is not None and failures:
+        first = failures[min(failures)]
         raise EtlError(
             f"pool {plan.pool}: topic {first.topic}, partition {first.partition}, offset {first.offset}: {first.reason}. Nothing"
             " was staged. Correct the rule, or the output topic."
@@ -361,23 +366,23 @@ def refuse_failures(plan: EtlPlan, found: Mapping[Place, Failure]) -> None:
 
 def is_rebuilt(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan) -> bool:
     """Whether the account is that of the scratch pool already."""
-    made, state = plan.recomputed, plan.state
-    assert made is not None
+    recomputed, state = plan.recomputed, plan.state
+    assert recomputed is not None
     assert state is not None
-    covered = _covered(pipeline, plan.pool, made)
+    inputs = _account_inputs(pipeline, plan.pool, recomputed)
 
     def facts(head: Head) -> tuple[object, ...]:
-        counts = {place: count for place, count in head.counts.items() if place[0] in covered and count}
-        return counts, {place: count for place, count in head.waiting.items() if place[1] in covered and count}
+        counts = {place: count for place, count in head.counts.items() if place[0] in inputs and count}
+        return counts, {place: count for place, count in head.waiting.items() if place[1] in inputs and count}
 
-    if facts(state.head) != facts(made.state.head):
+    if facts(state.head) != facts(recomputed.state.head):
         return False
     # Each has as many rows as the other.
-    old, new = (_waiting(spark, known, covered) for known in (state, made.state))
+    old, new = (_pending_places(spark, pool_state, inputs) for pool_state in (state, recomputed.state))
     return old is None or new is None or new.exceptAll(old).isEmpty()
 
 
-def _waiting(spark: SparkSession, state: StagingState, topics: Collection[str]) -> DataFrame | None:
+def _pending_places(spark: SparkSession, state: StagingState, topics: Collection[str]) -> DataFrame | None:
     """The pending records of some topics: place and rule. Any number of them. None: nothing is pending."""
     from pyspark.sql import functions as F
 
@@ -394,43 +399,43 @@ def rebuild_account(
 ) -> tuple[Head, list[DataFile], list[DataFile]]:
     """The account after a rebuild: the head, the files of the ledger, and the files that go. ``head``: with the positions of the
     outputs; ``folder``: of new files, below the table."""
-    made, state = plan.recomputed, plan.state
-    assert made is not None
+    recomputed, state = plan.recomputed, plan.state
+    assert recomputed is not None
     assert state is not None
-    covered, new = _covered(pipeline, plan.pool, made), made.state.head
-    others = {topic for topic, _ in new.inputs} - covered
+    account_inputs, new = _account_inputs(pipeline, plan.pool, recomputed), recomputed.state.head
+    others = {topic for topic, _ in new.inputs} - account_inputs
     # One file at a time: a ledger may be larger than the memory.
     files = [
-        found
-        for name, known, topics in (("kept", state, covered), ("rebuilt", made.state, others))
-        for at, item in enumerate(known.ledger_files)
-        if (found := _without(known, topics, item, f"{folder}/{name}-{at}", state.table.uri)) is not None
+        ledger_file
+        for name, pool_state, topics in (("kept", state, account_inputs), ("rebuilt", recomputed.state, others))
+        for at, item in enumerate(pool_state.ledger_files)
+        if (ledger_file := _without(pool_state, topics, item, f"{folder}/{name}-{at}", state.table.uri)) is not None
     ]
     views = {rule.out for rule in pipeline.rules_of(plan.pool) if rule.view is not None}
     outputs = {place: item.next for place, item in head.outputs.items() if place[0] not in views}
-    waiting = _mixed(head.waiting, new.waiting, lambda place: place[1] in covered)
+    waiting = _merged_entries(head.waiting, new.waiting, lambda place: place[1] in account_inputs)
     waits = {**head.waits, **new.waits}
-    still = {rule for (rule, _), count in waiting.items() if count}
-    inputs = _mixed(head.inputs, new.inputs, lambda place: place[0] in covered)
+    waiting_rules = {rule for (rule, _), count in waiting.items() if count}
+    inputs = _merged_entries(head.inputs, new.inputs, lambda place: place[0] in account_inputs)
     tables = _tables(pipeline, plan.pool)
-    made_head = replace(
+    new_head = replace(
         head,
         inputs=inputs,
-        counts=_mixed(head.counts, new.counts, lambda place: place[0] in covered),
+        counts=_merged_entries(head.counts, new.counts, lambda place: place[0] in account_inputs),
         waiting=waiting,
-        replayed=_mixed(head.replayed, new.replayed, lambda topic: topic in covered),
+        replayed=_merged_entries(head.replayed, new.replayed, lambda topic: topic in account_inputs),
         joins={**head.joins, **new.joins},
-        waits={rule: since for rule, since in waits.items() if rule in still},
+        waits={rule: since for rule, since in waits.items() if rule in waiting_rules},
         several=head.several | new.several,
         rebuilt=outputs | {place: item.seen for place, item in inputs.items() if place[0] not in tables},
     )
-    return made_head, files, state.ledger_files
+    return new_head, files, state.ledger_files
 
 
-def _mixed(old: Mapping[K, V], new: Mapping[K, V], is_new: Callable[[K], bool]) -> dict[K, V]:
+def _merged_entries(old: Mapping[K, V], new: Mapping[K, V], is_new: Callable[[K], bool]) -> dict[K, V]:
     """The entries of ``new`` for the keys that ``is_new`` names, and those of ``old`` for the others."""
-    known = {key: value for key, value in old.items() if not is_new(key)}
-    return known | {key: value for key, value in new.items() if is_new(key)}
+    old_entries = {key: value for key, value in old.items() if not is_new(key)}
+    return old_entries | {key: value for key, value in new.items() if is_new(key)}
 
 
 def _without(state: StagingState, topics: Collection[str], item: DataFile, path: str, uri: str) -> DataFile | None:

@@ -63,25 +63,25 @@ def check_classes(transform: Transform, results: Results) -> None:
         raise EncodingFailures(_encoding_failures(transform, results))
     for item in transform.pipeline.inputs:
         if item.unmatched == "fail" and any(r.kind == "unmatched" and r.topic == item.topic for r in facts):
-            mine = results.entries().where("kind = 'unmatched'").where(f"topic = {text_sql(item.topic)}")
-            [row] = mine.selectExpr("min(struct(partition, first)) AS at").collect()
+            unmatched_rows = results.entries().where("kind = 'unmatched'").where(f"topic = {text_sql(item.topic)}")
+            [row] = unmatched_rows.selectExpr("min(struct(partition, first)) AS at").collect()
             raise EtlError(
                 f"topic {item.topic}, partition {row['at']['partition']}, offset {row['at']['first']}: no rule takes this"
                 " record. Add a rule, or set unmatched: keep or drop."
             )
-    counted = Counter[str]()
+    counts = Counter[str]()
     for row in facts:
         if not row.old:
-            counted[row.topic] += row.entries
+            counts[row.topic] += row.entries
     for topic, files in transform.files.items():
         ranges = plan.reads(topic)
         inside = all(item.lies_in(ranges) for item in files)
-        expected = (
+        read_count = (
             sum(item.records for item in files) if inside else {**transform.frames, **transform.rows}[topic].count()
         )
-        if counted[topic] != expected:
+        if counts[topic] != read_count:
             raise EtlError(
-                f"pool {plan.pool}: {expected} new records of {topic} were read and {counted[topic]} accounted for;"
+                f"pool {plan.pool}: {read_count} new records of {topic} were read and {counts[topic]} accounted for;"
                 " nothing was committed. This is a defect of zync_assets: please report it with the pipeline file."
             )
 
@@ -89,29 +89,31 @@ def check_classes(transform: Transform, results: Results) -> None:
 def _encoding_failures(transform: Transform, results: Results) -> dict[failures.Place, Failure]:
     """Place → the failure of each record whose output can't be encoded. EtlError if they are too many."""
     labels = transform.labels
-    found: dict[failures.Place, Failure] = {}
-    for one in results.encoding_failures:
-        place = (labels.topics[one.place], one.partition, one.offset)
-        found[place] = Failure(*place, str(labels.rule(one.rule)), f"output to {one.topic}: {one.text}")
-    refuse_many(transform.plan, found)
-    return found
+    failure_by_place: dict[failures.Place, Failure] = {}
+    for failure in results.encoding_failures:
+        place = (labels.topics[failure.place], failure.partition, failure.offset)
+        failure_by_place[place] = Failure(
+            *place, str(labels.rule(failure.rule)), f"output to {failure.topic}: {failure.text}"
+        )
+    refuse_many(transform.plan, failure_by_place)
+    return failure_by_place
 
 
-def refuse_many(plan: EtlPlan, found: Mapping[failures.Place, Failure]) -> None:
+def refuse_many(plan: EtlPlan, failure_by_place: Mapping[failures.Place, Failure]) -> None:
     """EtlError if more records fail than a batch may have."""
-    if len(found) > failures.MOST_FAILURES:
-        first = found[min(found)]
+    if len(failure_by_place) > failures.MOST_FAILURES:
+        first = failure_by_place[min(failure_by_place)]
         raise EtlError(
-            f"pool {plan.pool}: rule {first.rule}, {first.text}. {len(found)} records or more fail in this way, the first at"
-            f" topic {first.topic}, partition {first.partition}, offset {first.offset}. Nothing was committed. Correct the"
-            " rule, or the output."
+            f"pool {plan.pool}: rule {first.rule}, {first.text}. {len(failure_by_place)} records or more fail in this way, the"
+            f" first at topic {first.topic}, partition {first.partition}, offset {first.offset}. Nothing was committed."
+            " Correct the rule, or the output."
         )
 
 
 def with_groups(
     transform: Transform,
     pending: PendingRecords,
-    known: Failures,
+    known_failures: Failures,
     views: ViewBatch | None,
     unsent: Mapping[failures.Place, Failure],
 ) -> dict[failures.Place, Failure]:
@@ -123,25 +125,25 @@ def with_groups(
     outputs of the attempt before. All records of an expired group leave the group.
 
     ``unsent``: place → the failure of each output that can't be encoded. The place is of the record that completed the output.
-    ``known``, ``views``: as for ``result_rows``.
+    ``known_failures``, ``views``: as for ``result_rows``.
     """
     takers = {rule.name: rule.part_of or rule.name for rule in transform.rules if rule.group is not None}
-    ends = {place: takers[one.rule] for place, one in unsent.items() if one.rule in takers}
+    ends = {place: takers[failure.rule] for place, failure in unsent.items() if failure.rule in takers}
     if not ends or transform.plan.recomputed is not None:
         return dict(unsent)
     # Records of views' tables are in no group.
-    found_views = None if views is None else replace(views, rows=())
+    event_views = None if views is None else replace(views, rows=())
     search = _Search(transform, ends, takers)
     with search_settings(transform.spark):
-        rows = result_rows(transform, pending, known, search.columns, found_views).frame
-        wanted = rows.where(f"failed = '{_UNSENT}'").selectExpr("rule", "element_at(source, last + 1) AS at")
-        rows = wanted.limit(failures.MOST_FAILURES + 1).collect()
-    found = {place: one for place, one in unsent.items() if place not in ends}
+        rows = result_rows(transform, pending, known_failures, search.columns, event_views).frame
+        unsent_rows = rows.where(f"failed = '{_UNSENT}'").selectExpr("rule", "element_at(source, last + 1) AS at")
+        rows = unsent_rows.limit(failures.MOST_FAILURES + 1).collect()
+    failure_by_place = {place: failure for place, failure in unsent.items() if place not in ends}
     for row in rows:
         rule, at = transform.rules[row["rule"]], row["at"]
         place = str(transform.labels.topics[int(at["place"])]), int(at["partition"]), int(at["offset"])
-        found[place] = unsent.get(place) or Failure(*place, rule.name, f"output to {rule.out}: {_TEXT}")
-    return found or dict(unsent)
+        failure_by_place[place] = unsent.get(place) or Failure(*place, rule.name, f"output to {rule.out}: {_TEXT}")
+    return failure_by_place or dict(unsent)
 
 
 @dataclass(frozen=True)
@@ -161,57 +163,57 @@ class _Search:
         if not places:
             return [("failed", none), ("blamed", none)]
         topics = list(self.transform.labels.topics)
-        known = (f"({topics.index(topic)}, {partition}, {offset}L)" for topic, partition, offset in places)
-        ending = f"({ENDING}.place, {ENDING}.partition, {ENDING}.offset) IN ({', '.join(known)})"
-        odd = _odd(self.transform.pipeline.output(rule.out), rule, target)
+        ending_places = (f"({topics.index(topic)}, {partition}, {offset}L)" for topic, partition, offset in places)
+        ending = f"({ENDING}.place, {ENDING}.partition, {ENDING}.offset) IN ({', '.join(ending_places)})"
+        odd = _odd_conditions(self.transform.pipeline.output(rule.out), rule, target)
         failed = dict(failures.failing_sides(rule, target))["failed"]
         # An output with an expression that fails is not made, and has no form to look at.
         unsent = f"CASE WHEN {' OR '.join([ending, *odd])} THEN '{_UNSENT}' END"
         return [("failed", f"coalesce({failed}, {unsent})"), ("blamed", none)]
 
 
-def _odd(item: Output, rule: Rule, target: OutputColumns) -> list[str]:
+def _odd_conditions(item: Output, rule: Rule, target: OutputColumns) -> list[str]:
     """Whether outputs of a rule hold what has no form, as conditions."""
     kinds = {side[0]: side[2] for side in (target.key, target.value) if side is not None}
     kinds[staging.HEADERS_COLUMN] = spark_type(HEADERS_TYPE)
-    found: list[str] = []
+    conditions: list[str] = []
     for name, sql in assignment.columns(rule, target):
         if name in (LACKING, assignment.KEPT):
             continue
         odd = odd_sql("made", kinds[name], side_format(item, name), times=False, texts=True)
-        each = f"array({sql})" if rule.explode is None else f"transform({rule.explode}, {ITEM} -> {sql})"
-        found += [f"coalesce(exists({each}, made -> {odd}), false)"] if odd is not None else []
-    return found
+        outputs = f"array({sql})" if rule.explode is None else f"transform({rule.explode}, {ITEM} -> {sql})"
+        conditions += [f"coalesce(exists({outputs}, made -> {odd}), false)"] if odd is not None else []
+    return conditions
 
 
 def without_rows(transform: Transform, rows: DataFrame) -> dict[failures.Place, Failure]:
     """Place → the failure of each record that looks up a row and finds none, or several. ``rows``: the result rows."""
     kinds = ", ".join(text_sql(kind) for kind in (MISSING, SEVERAL))
-    found: dict[failures.Place, Failure] = {}
-    wanted = rows.where(f"kind IN ({kinds})").selectExpr("kind", "rule", "element_at(source, last + 1) AS at")
-    for row in wanted.limit(failures.MOST_FAILURES + 1).collect():
+    failure_by_place: dict[failures.Place, Failure] = {}
+    failing_rows = rows.where(f"kind IN ({kinds})").selectExpr("kind", "rule", "element_at(source, last + 1) AS at")
+    for row in failing_rows.limit(failures.MOST_FAILURES + 1).collect():
         rule, at = transform.rules[row["rule"]], row["at"]
         place = str(transform.labels.topics[int(at["place"])]), int(at["partition"]), int(at["offset"])
-        found[place] = Failure(*place, rule.name, lookups.reason(rule, row["kind"]))
-    if len(found) > failures.MOST_FAILURES:
-        first = found[min(found)]
+        failure_by_place[place] = Failure(*place, rule.name, lookups.reason(rule, row["kind"]))
+    if len(failure_by_place) > failures.MOST_FAILURES:
+        first = failure_by_place[min(failure_by_place)]
         raise EtlError(
             f"pool {transform.plan.pool}: rule {first.rule}, {first.text}, for {failures.MOST_FAILURES} records or more. Nothing"
             " was committed. Ingest the table first, or write missing: null or wait."
         )
-    return found
+    return failure_by_place
 
 
 def overdue_failures(transform: Transform) -> list[Failure]:
     """The failures of the records that waited too long for a row, without those that the batch matches again."""
     plan, rules = transform.plan, {rule.name: rule for rule in transform.rules}
-    again = retries.spans_of(plan.reopening.parts)
-    found: list[Failure] = []
+    reopened_spans = retries.spans_of(plan.reopening.parts)
+    overdue: list[Failure] = []
     for item in plan.waits.overdue:
         place = item.topic, item.part.partition, item.part.first
-        if item.rule in rules and not retries.is_in(again, place, "pending"):
-            found.append(Failure(*place, item.rule, lookups.overdue_reason(rules[item.rule])))
-    return found
+        if item.rule in rules and not retries.is_in(reopened_spans, place, "pending"):
+            overdue.append(Failure(*place, item.rule, lookups.overdue_reason(rules[item.rule])))
+    return overdue
 
 
 def output_ends(plan: EtlPlan, results: Results, outputs: Positions) -> dict[tuple[str, int], int]:
@@ -227,8 +229,8 @@ def output_ends(plan: EtlPlan, results: Results, outputs: Positions) -> dict[tup
             )
         ends[place] += file.records
     for topic in {topic for topic, _ in outputs}:
-        written = sum(ends[place] - position.next for place, position in outputs.items() if place[0] == topic)
-        if written != sum(row.rows for row in results.facts if row.kind == "out" and row.out == topic):
+        output_count = sum(ends[place] - position.next for place, position in outputs.items() if place[0] == topic)
+        if output_count != sum(row.rows for row in results.facts if row.kind == "out" and row.out == topic):
             raise EtlError(
                 f"pool {plan.pool}, topic {topic}: not all outputs were written; nothing was committed. This is a defect of"
                 " zync_assets: please report it with the pipeline file."
@@ -245,7 +247,7 @@ class RowsWait(Exception):
 
 
 def check_rows(
-    transform: Transform, times: RowTimes, fetch: Fetch, hold: Hold, known: Failures, *, settled: bool
+    transform: Transform, times: RowTimes, fetch: Fetch, hold: Hold, known_failures: Failures, *, settled: bool
 ) -> None:
     """RowsWait if records of held outputs have to wait behind others of their source row, or to follow them.
 
@@ -254,54 +256,54 @@ def check_rows(
     if not transform.held:
         return
     plan, state, labels = transform.plan, transform.plan.state, transform.labels
-    held = {rule.name: rule for rule in transform.rules if rule.held}
-    failed = {failure.place for failure in known.of(plan, old=True)}
+    held_by_name = {rule.name: rule for rule in transform.rules if rule.held}
+    failed_places = {failure.place for failure in known_failures.of(plan, old=True)}
     waits_in = state if state is not None and any(plan.head.waiting.values()) else None
-    rows, before = times.in_question(), np.array([], np.int64)
+    rows, ledger_rows = times.in_question(), np.array([], np.int64)
     if waits_in is not None:
-        joining = {rule.name for rule in held.values() if rule.sides[0].keys}
-        expired = {
+        joining = {rule.name for rule in held_by_name.values() if rule.sides[0].keys}
+        expired_places = {
             (item.topic, item.part.partition, offset)
             for item in plan.reopening.expired
             for offset in range(item.part.first, item.part.end)
             if item.kind == "pending"
         }
-        before = ledger.rows_before(waits_in, times.single, times.completed, joining)
-        before = np.union1d(before, ledger.rows_at(waits_in, failed | expired))
-    rows = np.union1d(rows, before)
-    if not len(before if settled else rows):
+        ledger_rows = ledger.rows_before(waits_in, times.single, times.completed, joining)
+        ledger_rows = np.union1d(ledger_rows, ledger.rows_at(waits_in, failed_places | expired_places))
+    rows = np.union1d(rows, ledger_rows)
+    if not len(ledger_rows if settled else rows):
         return
     records, rows, freed = source_rows.records_in_question(fetch, rows)
     entries = ledger.NO_ENTRIES if waits_in is None else ledger.pending_in(waits_in, rows)
     waiting: frozenset[Place] = frozenset()
-    if not failed and not plan.reopening.parts:
+    if not failed_places and not plan.reopening.parts:
         plain, waits = source_rows.plainly_waiting(records, entries, freed, transform.held, labels)
         waiting = frozenset(source_rows.places(records.filter(pa.array(waits)), labels))
         plain_rows = pc.unique(records.filter(pa.array(plain))["row"])
         records = records.filter(pa.array(~plain))
         entries = entries.filter(pc.invert(pc.is_in(entries["row"], plain_rows)))
-    gone = failed | hold.decision.ended | {*source_rows.places(records, labels)}
-    again = retries.spans_of(plan.reopening.parts)
+    decided_places = failed_places | hold.decision.ended | {*source_rows.places(records, labels)}
+    reopened_spans = retries.spans_of(plan.reopening.parts)
     rules: dict[Place, str] = {}
-    seen = {place: position.seen for place, position in plan.head.inputs.items()}
-    each = list(source_rows.held_records(records, transform.held, labels, seen))
+    seen_offsets = {place: position.seen for place, position in plan.head.inputs.items()}
+    held_records = list(source_rows.held_records(records, transform.held, labels, seen_offsets))
     names = {rule.name for rule in transform.rules}
     for entry in entries.to_pylist():
         place: Place = entry["topic"], entry["partition"], entry["first"]
-        name, rule, changes = entry["rule"], held.get(entry["rule"]), entry["text"] == CHANGE
-        if (rule is None and name in names) or retries.is_in(again, place, "pending"):
+        name, rule, changes = entry["rule"], held_by_name.get(entry["rule"]), entry["text"] == CHANGE
+        if (rule is None and name in names) or retries.is_in(reopened_spans, place, "pending"):
             continue
         rules[place] = name
-        if place in gone:
+        if place in decided_places:
             continue
         if rule is not None:
             row, joins = (rule.out, entry["row"]), bool(rule.sides[0].keys)
-            each.append(HeldRecord(place, name, row, True, None, joins, entry["hash"], changes=changes))
+            held_records.append(HeldRecord(place, name, row, True, None, joins, entry["hash"], changes=changes))
             continue
         # The pipeline file lacks the rule, and so the output. The record holds its row in each output of the topic.
         for out in possible_outputs(transform.rules, place[0]):
-            each.append(HeldRecord(place, name, (out, entry["row"]), True, None, True, changes=changes))
-    decision = decide(_with_sequences(transform, each))
+            held_records.append(HeldRecord(place, name, (out, entry["row"]), True, None, True, changes=changes))
+    decision = decide(_with_sequences(transform, held_records))
     decision = replace(decision, waiting=decision.waiting | waiting)
     if not hold.covers(decision):
         raise RowsWait(hold.extended(decision, rules))
@@ -313,14 +315,14 @@ def _with_sequences(transform: Transform, records: Sequence[HeldRecord]) -> list
     for item in records:
         if item.before and item.row is not None:
             partitions[item.row].add(item.place[1])
-    moved = [item for item in records if item.before and len(partitions[item.row]) > 1]
-    orders = {item.place: item.order for item in moved if item.order is not None}
-    unread = {item.place for item in moved} - orders.keys()
-    for topic in sorted({topic for topic, *_ in unread}):
+    moved_records = [item for item in records if item.before and len(partitions[item.row]) > 1]
+    orders = {item.place: item.order for item in moved_records if item.order is not None}
+    unread_places = {item.place for item in moved_records} - orders.keys()
+    for topic in sorted({topic for topic, *_ in unread_places}):
         state = transform.plan.raw[topic]
         assert state is not None
         frame = transform.ordering.carried(
-            records_at(transform, state, [at[1:] for at in unread if at[0] == topic]), topic
+            records_at(transform, state, [at[1:] for at in unread_places if at[0] == topic]), topic
         )
         order = transform.ordering.sql(topic, "kafka.partition", "kafka.offset")
         for row in frame.selectExpr("kafka.partition AS part", "kafka.offset AS offset", f"{order} AS ord").collect():

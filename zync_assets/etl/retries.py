@@ -63,19 +63,19 @@ class ClassRange:
 def carve(state: StagingState, parts: Sequence[ClassRange]) -> tuple[list[DataFile], list[DataFile]]:
     """Files to add and files to remove so that the ledger is without ``parts``. The written files are invisible until a
     commit names them."""
-    added: list[DataFile] = []
-    removed: list[DataFile] = []
+    added_files: list[DataFile] = []
+    removed_files: list[DataFile] = []
     spans = spans_of(parts)
     for item in state.ledger_files:
         rows = staging.read_entries(state, [item])
-        left = without(rows, spans)
-        if left is rows:
+        remaining_rows = without(rows, spans)
+        if remaining_rows is rows:
             continue
-        removed.append(item)
-        if left.num_rows:
+        removed_files.append(item)
+        if remaining_rows.num_rows:
             path = f"{ACCOUNT_FOLDER}/carved-{uuid.uuid4().hex}.parquet"
-            added.append(staging.write_entries(state.table.uri, path, left))
-    return added, removed
+            added_files.append(staging.write_entries(state.table.uri, path, remaining_rows))
+    return added_files, removed_files
 
 
 Spans = Mapping[tuple[str, int, str], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]
@@ -84,12 +84,12 @@ Spans = Mapping[tuple[str, int, str], tuple[npt.NDArray[np.int64], npt.NDArray[n
 
 def spans_of(parts: Sequence[ClassRange]) -> Spans:
     """The offsets of ``parts``, to be looked up."""
-    found: dict[tuple[str, int, str], list[tuple[int, int]]] = {}
+    ranges: dict[tuple[str, int, str], list[tuple[int, int]]] = {}
     for item in parts:
-        found.setdefault((item.topic, item.part.partition, item.kind), []).append((item.part.first, item.part.end))
+        ranges.setdefault((item.topic, item.part.partition, item.kind), []).append((item.part.first, item.part.end))
     return {
         place: (np.array([a for a, _ in sorted(parts)]), np.array([b for _, b in sorted(parts)]))
-        for place, parts in found.items()
+        for place, parts in ranges.items()
     }
 
 
@@ -107,31 +107,35 @@ def without(rows: pa.Table, spans: Spans) -> pa.Table:
     keep = np.ones(rows.num_rows, dtype=np.bool_)
     pieces: list[dict[str, object]] = []
     for (topic, partition, kind), (firsts, ends) in spans.items():
-        own = pc.and_(pc.equal(rows["topic"], topic), pc.equal(rows["partition"], partition))
-        at = np.flatnonzero(np.asarray(pc.and_(own, pc.equal(rows["kind"], kind)).to_numpy()))
+        is_place = pc.and_(pc.equal(rows["topic"], topic), pc.equal(rows["partition"], partition))
+        at = np.flatnonzero(np.asarray(pc.and_(is_place, pc.equal(rows["kind"], kind)).to_numpy()))
         low = rows["first"].take(pa.array(at)).to_numpy()
         high = rows["end"].take(pa.array(at)).to_numpy()
-        # The ranges that share an offset with an entry are those from ``one`` to before ``other``.
-        one, other = np.searchsorted(ends, low, side="right"), np.searchsorted(firsts, high, side="left")
-        for index in np.flatnonzero(one < other).tolist():
+        # The ranges that share an offset with an entry are those from ``first_index`` to before ``end_index``.
+        first_index, end_index = np.searchsorted(ends, low, side="right"), np.searchsorted(firsts, high, side="left")
+        for index in np.flatnonzero(first_index < end_index).tolist():
             keep[at[index]] = False
             whole = (
-                one[index] + 1 == other[index] and firsts[one[index]] <= low[index] and high[index] <= ends[one[index]]
+                first_index[index] + 1 == end_index[index]
+                and firsts[first_index[index]] <= low[index]
+                and high[index] <= ends[first_index[index]]
             )
             if not whole:
                 entry = rows.slice(int(at[index]), 1).to_pylist()[0]
-                edges = [(int(firsts[n]), int(ends[n])) for n in range(one[index], other[index])]
+                edges = [(int(firsts[n]), int(ends[n])) for n in range(first_index[index], end_index[index])]
                 pieces += _cut(entry, edges)
     if keep.all():
         return rows
-    left = rows.filter(pa.array(keep))
+    remaining_rows = rows.filter(pa.array(keep))
     if not pieces:
-        return left
-    made = pa.StructArray.from_arrays(
+        return remaining_rows
+    piece_rows = pa.StructArray.from_arrays(
         [pa.array([piece[item.name] for piece in pieces], item.type) for item in ACCOUNT_TYPE],
         fields=list(ACCOUNT_TYPE),
     )
-    return pa.concat_tables([left, pa.table(made.flatten(), names=ACCOUNT_TYPE.names).cast(left.schema)])
+    return pa.concat_tables(
+        [remaining_rows, pa.table(piece_rows.flatten(), names=ACCOUNT_TYPE.names).cast(remaining_rows.schema)]
+    )
 
 
 def _cut(entry: Mapping[str, object], edges: Sequence[tuple[int, int]]) -> list[dict[str, object]]:
@@ -194,10 +198,10 @@ class Reopening:
 
     def records(self) -> Counter[tuple[str, int]]:
         """(topic, partition) → records that are looked at again."""
-        found = Counter[tuple[str, int]]()
+        counts = Counter[tuple[str, int]]()
         for item in self.again:
-            found[item.topic, item.part.partition] += item.records
-        return found
+            counts[item.topic, item.part.partition] += item.records
+        return counts
 
 
 def reopen(
@@ -209,30 +213,30 @@ def reopen(
     """
     if state is None:
         return Reopening()
-    seen = {topic: state.head.seen(topic) for topic in tables}
+    seen_offsets = {topic: state.head.seen(topic) for topic in tables}
     replays = {
         topic: table.replays
         for topic, table in tables.items()
         if table is not None and table.replays > state.head.replayed.get(topic, 0)
     }
-    brought: dict[tuple[str, int], npt.NDArray[np.int64]] = {}
+    replayed_offsets: dict[tuple[str, int], npt.NDArray[np.int64]] = {}
     for topic in replays:
         table = tables[topic]
         assert table is not None
         for partition, offsets in raw.replay_offsets(table, state.head.replayed.get(topic, 0)).items():
-            below = offsets[offsets < seen[topic].get(partition, 0)]
-            if len(below):
-                brought[topic, partition] = below
-    if not brought and retry == NOTHING:
+            old_offsets = offsets[offsets < seen_offsets[topic].get(partition, 0)]
+            if len(old_offsets):
+                replayed_offsets[topic, partition] = old_offsets
+    if not replayed_offsets and retry == NOTHING:
         return Reopening(replays=replays)
     kinds = ["quarantined", *(["unmatched"] if retry.unmatched else [])]
     kinds += ["expired"] if retry.expired or retry.failed is not None else []
     if retry.unmatched or retry.waiting:
         kinds += ["pending", "completed"]
     entries = staging.read_ledger(state, kinds).to_pylist()
-    again, expired = divided(_chosen(pipeline, pool, entries, brought, retry), state, tables)
-    for topic in sorted({item.topic for item in expired}):
-        count = sum(item.records for item in expired if item.topic == topic)
+    held_parts, lost_parts = divided(_retried_parts(pipeline, pool, entries, replayed_offsets, retry), state, tables)
+    for topic in sorted({item.topic for item in lost_parts}):
+        count = sum(item.records for item in lost_parts if item.topic == topic)
         _log.warning(
             "pool %s: %d records of %s can't be transformed again: retention removed them from the raw pool, and they count"
             " as expired now",
@@ -240,33 +244,35 @@ def reopen(
             count,
             topic,
         )
-    return Reopening(tuple(again), tuple(expired), replays)
+    return Reopening(tuple(held_parts), tuple(lost_parts), replays)
 
 
 def divided(
     items: Iterable[ClassRange], state: StagingState, tables: Mapping[str, RawState | None]
 ) -> tuple[list[ClassRange], list[ClassRange]]:
     """The records that the raw tables hold, and those that they no longer hold."""
-    again: list[ClassRange] = []
-    expired: list[ClassRange] = []
+    held_parts: list[ClassRange] = []
+    lost_parts: list[ClassRange] = []
     places: dict[tuple[str, int], list[ClassRange]] = {}
     for item in items:
         places.setdefault((item.topic, item.part.partition), []).append(item)
-    for (topic, partition), own in places.items():
+    for (topic, partition), place_items in places.items():
         table = tables.get(topic)
         if table is None:
             continue
         # At once: a file with gaps is read once for all records.
-        held = raw.record_ranges(table, [item.part for item in own], state.released(topic, partition))
-        firsts, ends = (np.array([getattr(part, name) for part in held], np.int64) for name in ("first", "end"))
-        begins = np.searchsorted(ends, [item.part.first for item in own], side="right").tolist()
-        stops = np.searchsorted(firsts, [item.part.end for item in own], side="left").tolist()
-        for item, begin, stop in zip(own, begins, stops, strict=True):
+        held_ranges = raw.record_ranges(table, [item.part for item in place_items], state.released(topic, partition))
+        firsts, ends = (np.array([getattr(part, name) for part in held_ranges], np.int64) for name in ("first", "end"))
+        begins = np.searchsorted(ends, [item.part.first for item in place_items], side="right").tolist()
+        stops = np.searchsorted(firsts, [item.part.end for item in place_items], side="left").tolist()
+        for item, begin, stop in zip(place_items, begins, stops, strict=True):
             first, end = item.part.first, item.part.end
-            there = [OffsetRange(partition, max(first, at.first), min(end, at.end)) for at in held[begin:stop]]
-            for into, ranges in ((again, there), (expired, subtract([item.part], there))):
-                into += [ClassRange(topic, item.kind, item.rule, part) for part in ranges]
-    return again, expired
+            item_ranges = [
+                OffsetRange(partition, max(first, at.first), min(end, at.end)) for at in held_ranges[begin:stop]
+            ]
+            for target, ranges in ((held_parts, item_ranges), (lost_parts, subtract([item.part], item_ranges))):
+                target += [ClassRange(topic, item.kind, item.rule, part) for part in ranges]
+    return held_parts, lost_parts
 
 
 def with_joins(
@@ -274,39 +280,41 @@ def with_joins(
     pool: str,
     state: StagingState,
     tables: Mapping[str, RawState | None],
-    before: Reopening,
+    reopening: Reopening,
     rules: frozenset[str],
 ) -> Reopening:
-    """``before``, plus the pending records of ``rules``. The joins of ``rules`` changed, so that old hashes are useless."""
+    """``reopening``, plus the pending records of ``rules``. The joins of ``rules`` changed, so that old hashes are useless."""
     _log.warning(
         "pool %s: the join, the hold or the look-ups of %s changed since records began to wait for it, or a table got its"
         " schema; these records go through the rules again",
         pool,
         ", ".join(sorted(rules)),
     )
-    more = reopen(pipeline, pool, state, tables, Retry(waiting=tuple(rules)))
-    again, expired = (
-        (*(item for item in known if item.rule not in rules), *(item for item in items if item.rule in rules))
-        for known, items in ((before.again, more.again), (before.expired, more.expired))
+    rule_reopening = reopen(pipeline, pool, state, tables, Retry(waiting=tuple(rules)))
+    again_parts, expired_parts = (
+        (*(item for item in kept_items if item.rule not in rules), *(item for item in items if item.rule in rules))
+        for kept_items, items in ((reopening.again, rule_reopening.again), (reopening.expired, rule_reopening.expired))
     )
-    return replace(before, again=again, expired=expired, joins=before.joins | rules)
+    return replace(reopening, again=again_parts, expired=expired_parts, joins=reopening.joins | rules)
 
 
-def _chosen(
+def _retried_parts(
     pipeline: Pipeline,
     pool: str,
     entries: Sequence[Mapping[str, Any]],
-    brought: Mapping[tuple[str, int], npt.NDArray[np.int64]],
+    replayed_offsets: Mapping[tuple[str, int], npt.NDArray[np.int64]],
     retry: Retry,
 ) -> Iterator[ClassRange]:
     joins = pipeline.joins_of(pool)
-    done = {(entry["topic"], entry["partition"], entry["first"]) for entry in entries if entry["kind"] == "completed"}
+    completed_places = {
+        (entry["topic"], entry["partition"], entry["first"]) for entry in entries if entry["kind"] == "completed"
+    }
     for entry in entries:
         topic, partition, kind = entry["topic"], entry["partition"], entry["kind"]
         whole = OffsetRange(partition, entry["first"], entry["end"])
         if kind == "unmatched":
             yield ClassRange(topic, kind, None, whole)
-        elif kind == "pending" and (topic, partition, entry["first"]) not in done:
+        elif kind == "pending" and (topic, partition, entry["first"]) not in completed_places:
             if entry["rule"] in retry.waiting or (retry.unmatched and (entry["rule"], topic) not in joins):
                 yield ClassRange(topic, kind, entry["rule"], whole)
         elif kind == "expired" and retry.expired:
@@ -316,7 +324,8 @@ def _chosen(
                 yield ClassRange(topic, kind, None, whole)
         elif kind == "quarantined":
             yield from (
-                ClassRange(topic, kind, None, part) for part in runs_within(whole, brought.get((topic, partition)))
+                ClassRange(topic, kind, None, part)
+                for part in runs_within(whole, replayed_offsets.get((topic, partition)))
             )
 
 
@@ -324,5 +333,5 @@ def runs_within(whole: OffsetRange, offsets: npt.NDArray[np.int64] | None) -> It
     """The given sorted offsets that lie in the range ``whole``, as ranges of consecutive offsets."""
     if offsets is None:
         return ()
-    one, other = np.searchsorted(offsets, [whole.first, whole.end])
-    return raw.runs(whole.partition, offsets[one:other])
+    first_index, end_index = np.searchsorted(offsets, [whole.first, whole.end])
+    return raw.runs(whole.partition, offsets[first_index:end_index])

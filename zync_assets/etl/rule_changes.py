@@ -63,11 +63,11 @@ def fingerprint(rule: Rule, place: int = 0) -> str:
         "expire-after": repr(rule.expiry) if rule.expiry is not None else None,
         "explode": rule.explode,
     }
-    found = {name: _digest(part) for name, part in parts.items() if part not in (None, [], [[]])}
+    digests = {name: _digest(part) for name, part in parts.items() if part not in (None, [], [[]])}
     if rule.group is None:
-        return json.dumps({**found, _PLACE: place})
+        return json.dumps({**digests, _PLACE: place})
     aliases = {side.name: [_digest(side.where), _digest(side.keys)] for side in rule.sides}
-    return json.dumps({**found, _ALIASES: aliases, _PLACE: place})
+    return json.dumps({**digests, _ALIASES: aliases, _PLACE: place})
 
 
 def _digest(part: object) -> str:
@@ -84,26 +84,26 @@ def rule_changes(rules: Iterable[Rule], head: Head) -> list[RuleChange]:
     """The changes of a pool's rules since its last commit. Empty if the commit is of a version that kept no fingerprints."""
     if not head.rules:
         return []
-    known, found, kept = dict(head.rules), list[RuleChange](), list[tuple[int | None, Rule]]()
+    old_fingerprints, changes, placed_rules = dict(head.rules), list[RuleChange](), list[tuple[int | None, Rule]]()
     for rule in rules:
         if rule.view is not None:
             continue
-        before = known.pop(rule.name, None)
-        renamed = before is None and rule.was is not None and rule.was in known
-        if renamed:
-            before = known.pop(rule.was or "")
-        parts = _differences(before, rule) if before is not None else ()
-        if before is not None and rule.part_of is None:
-            kept.append((json.loads(before).get(_PLACE), rule))
-        changed = f"changed ({', '.join(parts)})"
-        if renamed:
-            text = f"was {rule.was}{f', and {changed}' if parts else ''}"
-            found.append(RuleChange(rule.name, parts, text))
-        elif before is None:
-            found.append(RuleChange(rule.name, (), "is new"))
+        old_fingerprint = old_fingerprints.pop(rule.name, None)
+        is_renamed = old_fingerprint is None and rule.was is not None and rule.was in old_fingerprints
+        if is_renamed:
+            old_fingerprint = old_fingerprints.pop(rule.was or "")
+        parts = _differences(old_fingerprint, rule) if old_fingerprint is not None else ()
+        if old_fingerprint is not None and rule.part_of is None:
+            placed_rules.append((json.loads(old_fingerprint).get(_PLACE), rule))
+        change_text = f"changed ({', '.join(parts)})"
+        if is_renamed:
+            text = f"was {rule.was}{f', and {change_text}' if parts else ''}"
+            changes.append(RuleChange(rule.name, parts, text))
+        elif old_fingerprint is None:
+            changes.append(RuleChange(rule.name, (), "is new"))
         elif parts:
-            found.append(RuleChange(rule.name, parts, changed))
-    return [*found, *_moves(kept), *(RuleChange(name, (), "is gone") for name in known)]
+            changes.append(RuleChange(rule.name, parts, change_text))
+    return [*changes, *_moves(placed_rules), *(RuleChange(name, (), "is gone") for name in old_fingerprints)]
 
 
 def _moves(rules: Sequence[tuple[int | None, Rule]]) -> Iterator[RuleChange]:
@@ -112,50 +112,52 @@ def _moves(rules: Sequence[tuple[int | None, Rule]]) -> Iterator[RuleChange]:
     ``rules``: with the place of each at the last commit. Earlier versions kept no places. Rules that plainly take no record
     of each other may stand in any order.
     """
-    swapped = [
+    swapped_pairs = [
         (behind, before)
         for at, (old, behind) in enumerate(rules)
         for other, before in rules[at + 1 :]
         if old is not None and other is not None and other < old and _may_share(behind, before)
     ]
-    while swapped:
-        counts = Counter(rule.name for pair in swapped for rule in pair)
-        moved = max(counts, key=lambda name: counts[name])
-        passed = [rule.name for rule, other in swapped if other.name == moved]
-        ahead = [other.name for rule, other in swapped if rule.name == moved]
-        sides = [("before", ahead), ("behind", passed)]
+    while swapped_pairs:
+        counts = Counter(rule.name for pair in swapped_pairs for rule in pair)
+        moved_name = max(counts, key=lambda name: counts[name])
+        passed_names = [rule.name for rule, other in swapped_pairs if other.name == moved_name]
+        names_ahead = [other.name for rule, other in swapped_pairs if rule.name == moved_name]
+        sides = [("before", names_ahead), ("behind", passed_names)]
         text = " and ".join(f"{word} {', '.join(names)}" for word, names in sides if names)
-        yield RuleChange(moved, (), f"now stands {text}")
-        swapped = [pair for pair in swapped if moved not in (pair[0].name, pair[1].name)]
+        yield RuleChange(moved_name, (), f"now stands {text}")
+        swapped_pairs = [pair for pair in swapped_pairs if moved_name not in (pair[0].name, pair[1].name)]
 
 
-def _may_share(one: Rule, other: Rule) -> bool:
+def _may_share(rule: Rule, other_rule: Rule) -> bool:
     """Whether a record may be taken by either of two rules."""
     # Spark's workers import this module. The parser of SQL would cost each of them memory.
     from zync_assets.pipeline_file.conditions import are_apart
 
     return any(
         side.topic == another.topic and not are_apart(side.where, another.where)
-        for side in one.sides
-        for another in other.sides
+        for side in rule.sides
+        for another in other_rule.sides
     )
 
 
-def _differences(before: str, rule: Rule) -> tuple[str, ...]:
+def _differences(old_text: str, rule: Rule) -> tuple[str, ...]:
     """The keys of a rule whose digests differ, as the pipeline file spells them."""
-    old: dict[str, Any] = json.loads(before)
+    old: dict[str, Any] = json.loads(old_text)
     new: dict[str, Any] = json.loads(fingerprint(rule))
-    ignored = {_PLACE, _ALIASES, "complete-when" if _CONDITION in old and _CONDITION in new else _CONDITION}
+    ignored_names = {_PLACE, _ALIASES, "complete-when" if _CONDITION in old and _CONDITION in new else _CONDITION}
     names = {_CONDITION: "complete-when"}
     if rule.group is not None:
         names |= {"join-on": "group-by", "topics": "records"}
     if _ALIASES in old and _ALIASES in new:
         pairs = [(digests, new[_ALIASES].get(alias, digests)) for alias, digests in old[_ALIASES].items()]
-        ignored |= {
-            name for at, name in enumerate(("where", "join-on")) if all(one[at] == other[at] for one, other in pairs)
+        ignored_names |= {
+            name
+            for at, name in enumerate(("where", "join-on"))
+            if all(old_digests[at] == new_digests[at] for old_digests, new_digests in pairs)
         }
-    changed = [name for name in {**old, **new} if name not in ignored and old.get(name) != new.get(name)]
-    return tuple(names.get(name, name) for name in changed)
+    changed_names = [name for name in {**old, **new} if name not in ignored_names and old.get(name) != new.get(name)]
+    return tuple(names.get(name, name) for name in changed_names)
 
 
 def report_changes(pipeline: Pipeline, pool: str, head: Head, log: Callable[[str], object] | None) -> None:
@@ -183,21 +185,21 @@ def refuse_moves(pipeline: Pipeline, pool: str, head: Head) -> None:
 
     A pool that has not seen the rule's topics reads all their records, and takes any rule.
     """
-    seen = {topic for topic, _ in head.inputs}
-    others = [name for name in pipeline.staging_pools if name != pool]
+    seen_topics = {topic for topic, _ in head.inputs}
+    other_pools = [name for name in pipeline.staging_pools if name != pool]
     for rule in pipeline.rules_of(pool):
         is_known = rule.name in head.rules or rule.was is None or any(rule.was == name for name, _ in head.waiting)
-        if is_known or not seen.intersection(rule.topics):
+        if is_known or not seen_topics.intersection(rule.topics):
             continue
-        for other in others:
-            state = staging.open_staging(pipeline.lake, other)
+        for other_pool in other_pools:
+            state = staging.open_staging(pipeline.lake, other_pool)
             waiting = {} if state is None else state.head.waiting
-            count = sum(count for (name, topic), count in waiting.items() if name == rule.was and topic in seen)
+            count = sum(count for (name, topic), count in waiting.items() if name == rule.was and topic in seen_topics)
             if count:
                 raise EtlError(
-                    f"pool {pool}: rule {rule.name} was {rule.was} of pool {other}, where {count} records wait for it. Pools have"
-                    f" an account each, and pool {pool} has seen these records. Nothing was done. Give the rule an output of"
-                    f" pool {other}; or leave `was` out, and only new records go by the rule; or make the account of pool"
+                    f"pool {pool}: rule {rule.name} was {rule.was} of pool {other_pool}, where {count} records wait for it. Pools"
+                    f" have an account each, and pool {pool} has seen these records. Nothing was done. Give the rule an output of"
+                    f" pool {other_pool}; or leave `was` out, and only new records go by the rule; or make the account of pool"
                     f" {pool} by its present rules: {pipeline.command('rebuild', '--topic', rule.out)}"
                 )
 

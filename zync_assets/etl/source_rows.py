@@ -58,9 +58,9 @@ def changes_sql(value: DataType) -> str:
 
     Only the Debezium envelope tells: an update changes the row, and an incremental snapshot repeats the row.
     """
-    found = ["value.op = 'u'"] if _has_text(value, "op") else []
-    found += ["value.source.snapshot = 'incremental'"] if _has_text(value, "source", "snapshot") else []
-    return f"coalesce({' OR '.join(found)}, false)" if found else "false"
+    conditions = ["value.op = 'u'"] if _has_text(value, "op") else []
+    conditions += ["value.source.snapshot = 'incremental'"] if _has_text(value, "source", "snapshot") else []
+    return f"coalesce({' OR '.join(conditions)}, false)" if conditions else "false"
 
 
 def deletes_sql(value: DataType) -> str:
@@ -92,11 +92,11 @@ def _hashed_type(kind: DataType) -> DataType | None:
 
     if isinstance(kind, StructType):
         inner = [(item.name, _hashed_type(item.dataType)) for item in kind]
-        whole = [StructField(name, each) for name, each in inner if each is not None]
+        whole = [StructField(name, inner_type) for name, inner_type in inner if inner_type is not None]
         return StructType(whole) if len(whole) == len(inner) else None
     if isinstance(kind, ArrayType):
-        each = _hashed_type(kind.elementType)
-        return None if each is None else ArrayType(each)
+        inner_type = _hashed_type(kind.elementType)
+        return None if inner_type is None else ArrayType(inner_type)
     if kind.typeName() in ("map", "variant"):
         return None
     return LongType() if isinstance(kind, IntegralType) else DoubleType() if isinstance(kind, FloatType) else kind
@@ -123,23 +123,23 @@ class RowTimes:
         slots = 1 << min(_SLOT_BITS, (4 * len(self.pending)).bit_length())
         latest = np.full(slots, -1)
         np.maximum.at(latest, self.pending & (slots - 1), self.until)
-        near = self.at < latest[self.single & (slots - 1)]
-        single, at = self.single[near], self.at[near]
-        near = np.isin(self.pending, single)
-        if not near.any():
+        may_wait = self.at < latest[self.single & (slots - 1)]
+        single, at = self.single[may_wait], self.at[may_wait]
+        may_wait = np.isin(self.pending, single)
+        if not may_wait.any():
             return np.array([], np.int64)
-        pending, index = np.unique(self.pending[near], return_inverse=True)
+        pending, index = np.unique(self.pending[may_wait], return_inverse=True)
         until = np.full(len(pending), -1)
-        np.maximum.at(until, index, self.until[near])
+        np.maximum.at(until, index, self.until[may_wait])
         place = np.minimum(np.searchsorted(pending, single), len(pending) - 1)
         return np.unique(single[(pending[place] == single) & (at < until[place])])
 
 
-def joined(each: Sequence[RowTimes]) -> RowTimes:
+def joined(all_times: Sequence[RowTimes]) -> RowTimes:
     """The rows of all tasks."""
     names = ("pending", "until", "single", "at", "completed")
     none = np.array([], np.int64)
-    return RowTimes(*(np.concatenate([none, *(getattr(times, name) for times in each)]) for name in names))
+    return RowTimes(*(np.concatenate([none, *(getattr(times, name) for times in all_times)]) for name in names))
 
 
 class Settled(NamedTuple):
@@ -163,16 +163,18 @@ class HeldRules:
     def __bool__(self) -> bool:
         return bool(self.joining)
 
-    def report(self, found: Sources, rows: pa.RecordBatch, before: int) -> tuple[RowTimes, pa.RecordBatch | None]:
-        """The source rows and the records of result ``rows``, which come after ``before`` others of their bucket. ``found``:
-        the sources of the rows. No records if the rows lack their columns."""
+    def report(
+        self, sources: Sources, rows: pa.RecordBatch, rows_before: int
+    ) -> tuple[RowTimes, pa.RecordBatch | None]:
+        """The source rows and the records of result ``rows``, which come after ``rows_before`` others of their bucket.
+        ``sources``: the sources of the rows. No records if the rows lack their columns."""
         if not self:
             return joined([]), None
-        deletes = rows["deletes"].to_numpy(zero_copy_only=False)[found.row]
-        deletes &= found.source_row.is_valid().to_numpy(zero_copy_only=False)
-        numbers = (rows["bucket"].to_numpy().astype(np.int64) << _BUCKET) + before + np.arange(len(rows))
-        records = self.records(found, rows, numbers, deletes) if "ords" in rows.schema.names else None
-        return self.times(found, rows, numbers, deletes), records
+        deletes = rows["deletes"].to_numpy(zero_copy_only=False)[sources.row]
+        deletes &= sources.source_row.is_valid().to_numpy(zero_copy_only=False)
+        numbers = (rows["bucket"].to_numpy().astype(np.int64) << _BUCKET) + rows_before + np.arange(len(rows))
+        records = self.records(sources, rows, numbers, deletes) if "ords" in rows.schema.names else None
+        return self.times(sources, rows, numbers, deletes), records
 
     def record_task(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Rows with the pickled records (``records``) of the result rows of one bucket."""
@@ -191,52 +193,52 @@ class HeldRules:
         waits = times.in_question()
         if not len(waits):
             return Settled(rows, False)
-        found, _, _ = records_in_question(partial(about, pa.table(records)), waits)
-        each = list(held_records(found, self, labels, {}))
-        decision = decide(each)
-        paired = {item.place for item in each if item.joins and item.other is not None}
-        if pc.any(found["old"]).as_py() or decision.ended & paired:
+        records_of_rows, _, _ = records_in_question(partial(about, pa.table(records)), waits)
+        candidates = list(held_records(records_of_rows, self, labels, {}))
+        decision = decide(candidates)
+        paired_places = {item.place for item in candidates if item.joins and item.other is not None}
+        if pc.any(records_of_rows["old"]).as_py() or decision.ended & paired_places:
             return None
-        indexes = found["result"].to_numpy() & ((1 << _BUCKET) - 1)
-        at = dict(zip(places(found, labels), indexes.tolist(), strict=True))
-        completed = {item.order: at[item.place] for item in each if item.place in paired}
+        indexes = records_of_rows["result"].to_numpy() & ((1 << _BUCKET) - 1)
+        at = dict(zip(places(records_of_rows, labels), indexes.tolist(), strict=True))
+        completed = {item.order: at[item.place] for item in candidates if item.place in paired_places}
         return Settled(applied(rows, decision, at, completed), True)
 
-    def times(self, found: Sources, rows: pa.RecordBatch, numbers: Numbers, deletes: Mask) -> RowTimes:
-        """The source rows of result ``rows``. ``found``: the sources of these."""
-        row, number = found.source_row.fill_null(0).to_numpy(), numbers[found.row]
-        known = found.source_row.is_valid().to_numpy(zero_copy_only=False)
-        joins = known & np.isin(found.rule, list(self.joining))
-        done, waits = joins & np.isin(found.kind, (OUT, DROPPED)), joins & (found.kind == PENDING)
+    def times(self, sources: Sources, rows: pa.RecordBatch, numbers: Numbers, deletes: Mask) -> RowTimes:
+        """The source rows of result ``rows``. ``sources``: their sources."""
+        row, number = sources.source_row.fill_null(0).to_numpy(), numbers[sources.row]
+        has_row = sources.source_row.is_valid().to_numpy(zero_copy_only=False)
+        joins = has_row & np.isin(sources.rule, list(self.joining))
+        is_done, waits = joins & np.isin(sources.kind, (OUT, DROPPED)), joins & (sources.kind == PENDING)
         # The record that completes a pair was never pending.
-        first = done & (found.at != rows["last"].to_numpy()[found.row])
-        single = known & (deletes | np.isin(found.rule, list(self.single)) & (found.kind == OUT))
+        first = is_done & (sources.at != rows["last"].to_numpy()[sources.row])
+        single = has_row & (deletes | np.isin(sources.rule, list(self.single)) & (sources.kind == OUT))
         return RowTimes(
             np.concatenate([row[waits], row[first]]),
             np.concatenate([np.full(np.count_nonzero(waits), _NEVER), number[first]]),
             row[single],
             number[single],
-            row[done & found.old],
+            row[is_done & sources.old],
         )
 
-    def records(self, found: Sources, rows: pa.RecordBatch, numbers: Numbers, deletes: Mask) -> pa.RecordBatch:
+    def records(self, sources: Sources, rows: pa.RecordBatch, numbers: Numbers, deletes: Mask) -> pa.RecordBatch:
         """The records of held outputs among the sources of result ``rows``, for ``held_records``."""
-        joins = np.isin(found.rule, list(self.joining)) & np.isin(found.kind, (OUT, PENDING, DROPPED))
+        joins = np.isin(sources.rule, list(self.joining)) & np.isin(sources.kind, (OUT, PENDING, DROPPED))
         # A record without a counterpart that the output's condition drops waits for nothing.
-        singles = np.isin(found.rule, list(self.single)) & np.isin(found.kind, (OUT, PENDING))
-        wanted = np.flatnonzero(joins | singles | deletes)
-        each, result = pa.array(wanted), pa.array(found.row[wanted])
+        singles = np.isin(sources.rule, list(self.single)) & np.isin(sources.kind, (OUT, PENDING))
+        indexes = np.flatnonzero(joins | singles | deletes)
+        index_array, result = pa.array(indexes), pa.array(sources.row[indexes])
         columns = {
-            "result": pa.array(numbers[found.row[wanted]]),
+            "result": pa.array(numbers[sources.row[indexes]]),
             **{
-                name: pa.array(getattr(found, name)[wanted])
+                name: pa.array(getattr(sources, name)[indexes])
                 for name in ("place", "partition", "offset", "kind", "rule")
             },
-            "row": found.source_row.take(each),
-            "changes": pa.array(found.changes[wanted]),
-            "deletes": pa.array(deletes[wanted]),
-            "old": pa.array(found.old[wanted]),
-            **_order(rows["ords"].flatten().take(each)),
+            "row": sources.source_row.take(index_array),
+            "changes": pa.array(sources.changes[indexes]),
+            "deletes": pa.array(deletes[indexes]),
+            "old": pa.array(sources.old[indexes]),
+            **_order(rows["ords"].flatten().take(index_array)),
             "hash": rows["joined"].take(result),
             **{name: rows[name].take(result) for name in ("exact", "ends")},
         }
@@ -258,25 +260,25 @@ def _order(ord: pa.StructArray) -> dict[str, pa.Array]:
     return {f"{_ORDER}{at}": part.cast(pa.int64()) for at, part in enumerate(ord.flatten())}
 
 
-def records_about(packed: Iterable[bytes | None], rows: Rows, hashes: Rows) -> pa.Table:
+def records_about(pickles: Iterable[bytes | None], rows: Rows, hashes: Rows) -> pa.Table:
     """The records of ``HeldRules.records`` of those results that have a record of the source ``rows``, or of the join
-    ``hashes``. ``packed``: some tables of records each, pickled."""
-    found = [about(pa.table(pickle.loads(each)), rows, hashes) for each in packed if each is not None]
-    return pa.concat_tables(found) if found else NO_RECORDS
+    ``hashes``. ``pickles``: some tables of records each, pickled."""
+    tables = [about(pa.table(pickle.loads(pickled)), rows, hashes) for pickled in pickles if pickled is not None]
+    return pa.concat_tables(tables) if tables else NO_RECORDS
 
 
 def about(records: pa.Table, rows: Rows, hashes: Rows) -> pa.Table:
     """The ``records_about`` source rows and join hashes."""
-    near = pc.or_(pc.is_in(records["row"], pa.array(rows)), pc.is_in(records["hash"], pa.array(hashes)))
-    return records.filter(pc.is_in(records["result"], pc.unique(records.filter(near)["result"])))
+    is_near = pc.or_(pc.is_in(records["row"], pa.array(rows)), pc.is_in(records["hash"], pa.array(hashes)))
+    return records.filter(pc.is_in(records["result"], pc.unique(records.filter(is_near)["result"])))
 
 
 def about_task(rows: Rows, hashes: Rows, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Rows of ``record_task``, with the records of ``records_about`` alone."""
     tune_worker()
     for batch in batches:
-        near = [pickle.dumps(records_about([each], rows, hashes)) for each in batch["records"].to_pylist()]
-        yield pa.RecordBatch.from_arrays([pa.array(near, pa.binary())], ["records"])
+        pickles = [pickle.dumps(records_about([pickled], rows, hashes)) for pickled in batch["records"].to_pylist()]
+        yield pa.RecordBatch.from_arrays([pa.array(pickles, pa.binary())], ["records"])
 
 
 Fetch = Callable[[Rows, Rows], pa.Table]
@@ -293,10 +295,10 @@ def records_in_question(fetch: Fetch, rows: Rows) -> tuple[pa.Table, Rows, Rows]
         ends = pc.or_(records["ends"], records["deletes"])
         ending = pc.is_in(records["row"], pc.unique(pc.drop_null(records.filter(ends)["row"])))
         freed = np.union1d(hashes, pc.drop_null(records.filter(ending)["hash"]).to_numpy())
-        more = np.union1d(rows, pc.drop_null(records["row"]).to_numpy())
-        if len(more) == len(rows) and len(freed) == len(hashes):
+        more_rows = np.union1d(rows, pc.drop_null(records["row"]).to_numpy())
+        if len(more_rows) == len(rows) and len(freed) == len(hashes):
             return records, rows, hashes
-        rows, hashes = more, freed
+        rows, hashes = more_rows, freed
 
 
 def plainly_waiting(
@@ -313,28 +315,28 @@ def plainly_waiting(
     out_of = np.array([names.index(out) for out in labels.outs])
     kind, rule, result = (records[name].to_numpy() for name in ("kind", "rule", "result"))
     joins = np.isin(rule, list(rules.joining))
-    own = pc.is_in(records["hash"], pa.array(freed)).to_numpy()
+    is_freed = pc.is_in(records["hash"], pa.array(freed)).to_numpy()
     plain = np.where(
         joins,
-        (kind == PENDING) & ~own,
+        (kind == PENDING) & ~is_freed,
         np.isin(rule, list(rules.single)) & (kind == OUT) & ~pc.or_(records["ends"], records["deletes"]).to_numpy(),
     )
     plain &= records["row"].is_valid().to_numpy()
     old_rule = pc.index_in(entries["rule"], pa.array(labels.rules)).fill_null(-1).to_numpy()
     old_plain = np.isin(old_rule, list(rules.joining)) & ~pc.is_in(entries["hash"], pa.array(freed)).to_numpy()
-    each = np.concatenate([records["row"].fill_null(0).to_numpy(), entries["row"].to_numpy()])
-    _, row = np.unique(each, return_inverse=True)
+    all_rows = np.concatenate([records["row"].fill_null(0).to_numpy(), entries["row"].to_numpy()])
+    _, row = np.unique(all_rows, return_inverse=True)
     of, old = row[: len(records)], row[len(records) :]
     out = out_of[np.concatenate([rule, old_rule])]
-    least, most, first = (np.full(len(each), number) for number in (len(names), -1, _NEVER))
+    least, most, first = (np.full(len(all_rows), number) for number in (len(names), -1, _NEVER))
     np.minimum.at(least, row, out)
     np.maximum.at(most, row, out)
-    good = least == most
-    good[of[~plain]] = False
-    good[old[~old_plain]] = False
+    is_plain_row = least == most
+    is_plain_row[of[~plain]] = False
+    is_plain_row[old[~old_plain]] = False
     np.minimum.at(first, of[joins], result[joins])
     first[old] = -1
-    return good[of], good[of] & ~joins & (result > first[of])
+    return is_plain_row[of], is_plain_row[of] & ~joins & (result > first[of])
 
 
 def places(records: pa.Table, labels: Labels) -> Iterator[Place]:
@@ -346,38 +348,38 @@ def places(records: pa.Table, labels: Labels) -> Iterator[Place]:
 
 
 def held_records(
-    records: pa.Table, rules: HeldRules, labels: Labels, seen: Mapping[tuple[str, int], int]
+    records: pa.Table, rules: HeldRules, labels: Labels, seen_offsets: Mapping[tuple[str, int], int]
 ) -> Iterator[HeldRecord]:
-    """The records as ``hold.decide`` needs them. ``seen``: (input topic, partition) → the first offset that no earlier batch
-    looked at."""
+    """The records as ``hold.decide`` needs them. ``seen_offsets``: (input topic, partition) → the first offset that no
+    earlier batch looked at."""
     names = [name for name in records.column_names if name.startswith(_ORDER)]
-    each: list[dict[str, Any]] = records.to_pylist()
+    items: list[dict[str, Any]] = records.to_pylist()
     pairs: dict[int, list[Place]] = defaultdict(list)
     outs = sorted({labels.outs[rule] for rule in rules.joining})
-    for item in each:
+    for item in items:
         item["at"] = labels.topics[item["place"]], item["partition"], item["offset"]
         if item["kind"] != PENDING:
             pairs[item["result"]].append(item["at"])
-    for item in each:
+    for item in items:
         place, rule = item["at"], int(item["rule"])
         joins, order = rule in rules.joining, tuple(item[name] for name in names)
-        own = labels.outs[rule] if joins or rule in rules.single else None
+        out_topic = labels.outs[rule] if joins or rule in rules.single else None
         # A delete ends its row in every held output, whichever rule takes the delete.
         for out in outs if item["deletes"] else ():
-            if out != own:
+            if out != out_topic:
                 yield HeldRecord(place, None, (out, item["row"]), False, order, False, ends=True)
-        if own is None:
+        if out_topic is None:
             continue
         yield HeldRecord(
             place=place,
             rule=labels.rules[rule],
-            row=None if item["row"] is None else (own, item["row"]),
-            before=place[2] < seen.get(place[:2], 0),
+            row=None if item["row"] is None else (out_topic, item["row"]),
+            before=place[2] < seen_offsets.get(place[:2], 0),
             order=order,
             joins=joins,
             hash=item["hash"] if joins else None,
             exact=item["exact"],
-            other=next((other for other in pairs[item["result"]] if other != place), None),
+            other=next((counterpart for counterpart in pairs[item["result"]] if counterpart != place), None),
             ends=item["ends"],
             changes=item["changes"],
         )
@@ -386,7 +388,9 @@ def held_records(
 def held_rules(rules: Sequence[Rule]) -> HeldRules:
     """The rules of held outputs."""
     joins = {index: bool(rule.sides[0].keys) for index, rule in enumerate(rules) if rule.held}
-    joining, single = (frozenset(index for index, each in joins.items() if each is kind) for kind in (True, False))
+    joining, single = (
+        frozenset(index for index, has_keys in joins.items() if has_keys is kind) for kind in (True, False)
+    )
     return HeldRules(joining, single, frozenset(topic for index in joins for topic in rules[index].topics))
 
 

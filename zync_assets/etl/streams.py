@@ -110,26 +110,26 @@ def cuts(
 
     LakeError if a raw file can't be read.
     """
-    owner, read, found = owners(domains), partial(_orders_of, states), dict[str, Cut]()
+    owner, read, cut_by_domain = owners(domains), partial(_orders_of, states), dict[str, Cut]()
     for name in domains:
         streams, front, transactions = _frontier(pipeline, name, domains, states, head, ranges, read)
-        own = [stream for stream in streams if owner[stream.topic] == name]
+        own_streams = [stream for stream in streams if owner[stream.topic] == name]
         stops = [] if transactions is None else [transactions.stops]
-        batch = batch_of(own, front.order, limits[name], read, *stops)
+        batch = batch_of(own_streams, front.order, limits[name], read, *stops)
         ends = batch.ends
-        new = [stream for stream in own if ends[stream.name] > stream.seen]
-        before = head.reached.get(name)
-        orders = [before, *(highest_below(stream, ends[stream.name], read) for stream in new)]
-        reached = max((order for order in orders if order is not None), default=None)
-        late: dict[tuple[str, int], Late] = {}
-        for stream in new:
-            first, end = late_offsets(stream, before or LOWEST, ends[stream.name], read)
+        new_streams = [stream for stream in own_streams if ends[stream.name] > stream.seen]
+        old_reach = head.reached.get(name)
+        orders = [old_reach, *(highest_below(stream, ends[stream.name], read) for stream in new_streams)]
+        new_reach = max((order for order in orders if order is not None), default=None)
+        late_records: dict[tuple[str, int], Late] = {}
+        for stream in new_streams:
+            first, end = late_offsets(stream, old_reach or LOWEST, ends[stream.name], read)
             if first < end:
-                late[stream.name] = _late(stream, first, end, read)
+                late_records[stream.name] = _late(stream, first, end, read)
         position = transactions.position(head.transactions.get(name), batch.key) if transactions else None
         blocker = transactions.whole.blocker if transactions else None
-        found[name] = Cut(front, _ranges(own, ranges, ends), reached, late, position, blocker)
-    return found
+        cut_by_domain[name] = Cut(front, _ranges(own_streams, ranges, ends), new_reach, late_records, position, blocker)
+    return cut_by_domain
 
 
 def _frontier(
@@ -142,16 +142,16 @@ def _frontier(
     watched = members if topic is None else [*members, topic]
     if topic is not None:
         tables[topic.topic] = raw.open_raw(pipeline.lake, topic.pool, topic.topic)
-    kept = _readings(pipeline, watched, tables)
-    streams = _streams(pipeline, members, states, ranges, kept)
-    closers = [] if topic is None else _streams(pipeline, [topic], tables, {topic.topic: ()}, kept)
-    confirmed = confirmed_orders([*streams, *closers], kept, pipeline.order_delay)
+    readings = _readings(pipeline, watched, tables)
+    streams = _streams(pipeline, members, states, ranges, readings)
+    closers = [] if topic is None else _streams(pipeline, [topic], tables, {topic.topic: ()}, readings)
+    confirmed = confirmed_orders([*streams, *closers], readings, pipeline.order_delay)
     front = frontier(streams, confirmed)
     if topic is None:
         return streams, front, None
-    every = TransactionStreams(streams, closers, confirmed, kept, tables)
-    found = transaction_frontier(pipeline, every, front, head.transactions.get(domain), read)
-    return streams, found.frontier, found
+    transaction_streams = TransactionStreams(streams, closers, confirmed, readings, tables)
+    transactions = transaction_frontier(pipeline, transaction_streams, front, head.transactions.get(domain), read)
+    return streams, transactions.frontier, transactions
 
 
 def _ranges(streams: Sequence[Stream], ranges: Ranges, ends: Ends) -> dict[str, tuple[OffsetRange, ...]]:
@@ -184,40 +184,42 @@ def _late(stream: Stream, first: int, end: int, read: ReadOrders) -> Late:
 
 def _readings(pipeline: Pipeline, members: Sequence[Input], states: States) -> list[Reading]:
     """The kept readings of the members' raw pools. The ends of another topic of the same name are left out."""
-    found: list[Reading] = []
+    readings: list[Reading] = []
     for pool in dict.fromkeys(item.pool for item in members):
         tables = {item.topic: state for item in members if (state := states[item.topic]) is not None}
         for reading in read_readings(pipeline.lake, pool):
             ids = {topic: ends.topic_id for topic, ends in reading.topics.items() if topic in tables}
-            other = [topic for topic, name in ids.items() if name is None or not tables[topic].is_from(name)]
-            found.append(reading.without(other))
-    return found
+            other_topics = [topic for topic, name in ids.items() if name is None or not tables[topic].is_from(name)]
+            readings.append(reading.without(other_topics))
+    return readings
 
 
 def _streams(
-    pipeline: Pipeline, members: Sequence[Input], states: States, ranges: Ranges, kept: Iterable[Reading]
+    pipeline: Pipeline, members: Sequence[Input], states: States, ranges: Ranges, readings: Iterable[Reading]
 ) -> list[Stream]:
     """The streams of some inputs, with the partitions that only a reading knows. A topic that does not exist
     counts as one stream."""
     places = {item.topic: place for place, item in enumerate(pipeline.inputs)}
-    found: list[Stream] = []
+    streams: list[Stream] = []
     for item in members:
         topic, state = item.topic, states[item.topic]
-        read = {partition for reading in kept if topic in reading.topics for partition in reading.topics[topic].ends}
+        partitions = {
+            partition for reading in readings if topic in reading.topics for partition in reading.topics[topic].ends
+        }
         if state is None:
-            found += [Stream(topic, partition, places[topic], 0, 0) for partition in sorted(read or {0})]
+            streams += [Stream(topic, partition, places[topic], 0, 0) for partition in sorted(partitions or {0})]
             continue
-        seen = {part.partition: part.first for part in ranges[topic]}
+        first_offsets = {part.partition: part.first for part in ranges[topic]}
         highest, files = state.orders, dict[int, list[DataFile]]()
         for file in state.files:
             if not raw.is_replay(file):
                 files.setdefault(file.partition or 0, []).append(file)
-        for partition in sorted({*state.next, *read}):
+        for partition in sorted({*state.next, *partitions}):
             end = state.next.get(partition, 0)
-            first = seen.get(partition, end)
-            own = files.get(partition, [])
-            found.append(Stream(topic, partition, places[topic], first, end, own, highest.get(partition)))
-    return found
+            first = first_offsets.get(partition, end)
+            stream_files = files.get(partition, [])
+            streams.append(Stream(topic, partition, places[topic], first, end, stream_files, highest.get(partition)))
+    return streams
 
 
 def _orders_of(states: States, stream: Stream, item: File) -> Orders:
@@ -225,9 +227,9 @@ def _orders_of(states: States, stream: Stream, item: File) -> Orders:
     state = states[stream.topic]
     assert state is not None and isinstance(item, DataFile)
     uri = storage.join(state.table.uri, item.path)
-    known = _orders.get(uri)
-    if known is not None:
-        return known
+    cached_orders = _orders.get(uri)
+    if cached_orders is not None:
+        return cached_orders
     table = storage.read_file(uri, ["kafka.offset", ORDER])
     offsets = pc.struct_field(table["kafka"].combine_chunks(), "offset").to_numpy(zero_copy_only=False)
     columns = [np.full(len(offsets), part) for part in LOWEST]
@@ -237,6 +239,6 @@ def _orders_of(states: States, stream: Stream, item: File) -> Orders:
         columns = [
             pc.fill_null(pc.struct_field(orders, name), part).to_numpy(zero_copy_only=False) for name, part in parts
         ]
-    found = Orders(offsets, *columns)
-    _orders.put(uri, found, len(offsets))
-    return found
+    file_orders = Orders(offsets, *columns)
+    _orders.put(uri, file_orders, len(offsets))
+    return file_orders

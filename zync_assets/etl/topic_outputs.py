@@ -67,17 +67,17 @@ class TopicOutputs:
             "partition": pa.repeat(pa.scalar(partition, pa.int32()), count),
             "offset": pa.array(np.arange(first, first + count)),
         }
-        made: dict[str, pa.Array] = {
+        columns: dict[str, pa.Array] = {
             "kafka": pa.StructArray.from_arrays(list(kafka.values()), list(kafka)),
             "rule": pa.array(labels.rules, pa.string()).take(outputs["rule"]),
-            "source": _named(outputs["source"], labels),
+            "source": _with_topics(outputs["source"], labels),
             "schema": pa.array(self.schemas, pa.string()).take(outputs["rule"]),
             "left_out": outputs[LEFT_OUT],
         }
-        types = {name: staging.BASE_SCHEMA.field(name).type for name in made} | dict(self.columns)
-        made |= {name: outputs[name] for name in self.columns}
+        types = {name: staging.BASE_SCHEMA.field(name).type for name in columns} | dict(self.columns)
+        columns |= {name: outputs[name] for name in self.columns}
         arrays = [
-            column if column.type.equals(types[name]) else column.cast(types[name]) for name, column in made.items()
+            column if column.type.equals(types[name]) else column.cast(types[name]) for name, column in columns.items()
         ]
         return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(list(types.items())))
 
@@ -104,16 +104,18 @@ def row_sql(
 ) -> list[str]:
     """The columns of result rows that are written. ``suspect``: a condition that marks outputs that may be impossible to
     encode; ``placeholder``: see ``unavailable``; ``lacking``: the rows have the column of that name (``etl.rules.kind``)."""
-    wanted = ["kind", "rule", "source", "last", "waited", "hash", f"coalesce({suspect}, false) AS suspect"]
+    columns = ["kind", "rule", "source", "last", "waited", "hash", f"coalesce({suspect}, false) AS suspect"]
     for at, staged in enumerate(topics):
         values, paths = {name: name_sql(name) for name in staged.columns}, "CAST(NULL AS array<string>)"
         value = staging.value_column(staged.topic)
         if value in values:
-            made = encodability.left_out(values[value], spark_type(staged.columns[value]), "value", placeholder)
-            values[value], paths = made or (values[value], paths)
+            output_struct = encodability.left_out(
+                values[value], spark_type(staged.columns[value]), "value", placeholder
+            )
+            values[value], paths = output_struct or (values[value], paths)
             if lacking:
-                both = f"array_distinct(concat(coalesce({paths}, array()), coalesce({LACKING}, array())))"
-                paths = f"IF({name_sql(value)} IS NULL OR size({both}) = 0, NULL, {both})"
+                all_paths = f"array_distinct(concat(coalesce({paths}, array()), coalesce({LACKING}, array())))"
+                paths = f"IF({name_sql(value)} IS NULL OR size({all_paths}) = 0, NULL, {all_paths})"
         # Under names without dots, which mapInArrow would take for paths.
         sides = (
             f"CAST({sql} AS {type_sql(spark_type(staged.columns[name]))}) AS side{side}"
@@ -121,11 +123,11 @@ def row_sql(
         )
         # An array, of one or of none: a null struct would be a null in each of its fields, for the rows of other topics.
         part = [] if staged.partitions.sql is None else [f"{staged.partitions.sql} AS {PARTITION}"]
-        made = f"array(struct({', '.join([f'{paths} AS {LEFT_OUT}', *part, *sides])}))"
-        wanted.append(
-            f"CASE WHEN kind = 'out' AND rule IN ({labels.of_topic(staged.topic)}) THEN {made} END AS out{at}"
+        output_struct = f"array(struct({', '.join([f'{paths} AS {LEFT_OUT}', *part, *sides])}))"
+        columns.append(
+            f"CASE WHEN kind = 'out' AND rule IN ({labels.of_topic(staged.topic)}) THEN {output_struct} END AS out{at}"
         )
-    return wanted
+    return columns
 
 
 @dataclass
@@ -168,16 +170,16 @@ class OutputFile:
             if self._writer is not None:
                 self._writer.close()
             size = storage.file_size(uri)
-        last = self.first + self.written - 1
-        return DataFile(self.path, size, self.written, self.partition, self.first, last, group=self.staged.topic)
+        last_offset = self.first + self.written - 1
+        return DataFile(self.path, size, self.written, self.partition, self.first, last_offset, group=self.staged.topic)
 
 
-def _named(source: pa.ListArray, labels: Labels) -> pa.ListArray:
+def _with_topics(source: pa.ListArray, labels: Labels) -> pa.ListArray:
     """Sources with topics in place of the inputs' places."""
     places, partitions, offsets = source.values.flatten()
     topics = pa.array(labels.topics, pa.string()).take(places)
-    each = pa.StructArray.from_arrays([topics, partitions, offsets], fields=list(staging.SOURCE_TYPE.value_type))
-    return pa.ListArray.from_arrays(source.offsets, each, staging.SOURCE_TYPE)
+    sources = pa.StructArray.from_arrays([topics, partitions, offsets], fields=list(staging.SOURCE_TYPE.value_type))
+    return pa.ListArray.from_arrays(source.offsets, sources, staging.SOURCE_TYPE)
 
 
 def _writer(uri: str, schema: pa.Schema) -> pq.ParquetWriter:

@@ -53,14 +53,17 @@ class TransactionStreams:
 
 def transaction_input(pipeline: Pipeline, domain: str, domains: Mapping[str, object]) -> Input | None:
     """The input with the transactions of a domain; None if the pipeline file names none."""
-    found = pipeline.transactions
-    if found is None or domain not in (found.domain or found.prefix, *(domains if _is_only(found, domains) else ())):
+    transactions = pipeline.transactions
+    if transactions is None or domain not in (
+        transactions.domain or transactions.prefix,
+        *(domains if _is_only(transactions, domains) else ()),
+    ):
         return None
-    return pipeline.input(found.topic)
+    return pipeline.input(transactions.topic)
 
 
-def _is_only(found: Transactions, domains: Mapping[str, object]) -> bool:
-    return found.domain is None and len(domains) == 1
+def _is_only(transactions: Transactions, domains: Mapping[str, object]) -> bool:
+    return transactions.domain is None and len(domains) == 1
 
 
 @dataclass(frozen=True)
@@ -93,59 +96,63 @@ class TransactionFrontier:
 
 
 def transaction_frontier(
-    pipeline: Pipeline, found: TransactionStreams, front: Frontier, before: TransactionPosition | None, read: ReadOrders
+    pipeline: Pipeline,
+    streams: TransactionStreams,
+    front: Frontier,
+    before: TransactionPosition | None,
+    read: ReadOrders,
 ) -> TransactionFrontier:
     """The frontier of a domain at the end of a transaction. ``front``: the frontier without regard to transactions.
 
     Raises LakeError if a file can't be read.
     """
     assert pipeline.transactions is not None
-    snapshot = Snapshot(pipeline, found.states)
-    states = found.states
+    snapshot = Snapshot(pipeline, streams.states)
+    states = streams.states
     read_events = partial(_events_of, states, read)
     parts = _ends_of(states[pipeline.transactions.topic], before)
     is_binlog = any(part.is_binlog for part in parts) or (before is not None and before.next is not None)
     tables: dict[str, list[Stream]] = {}
-    for stream in found.streams:
+    for stream in streams.streams:
         name = collection_of(pipeline, stream.topic, states[stream.topic], is_binlog=is_binlog)
         if name is not None:
             tables.setdefault(name, []).append(stream)
     counting = Counting(
         tables,
-        found.closers,
-        found.readings,
+        streams.closers,
+        streams.readings,
         pipeline.transactions.limit,
         read_events,
         partial(_bad_offsets, snapshot),
-        _taken(parts, before),
+        _taken_names(parts, before),
     )
     above = None if before is None else before.end
-    last = slowest(found.streams, counting, found.confirmed, above)
-    floor = END if last is None else found.confirmed[last.name]
+    last = slowest(streams.streams, counting, streams.confirmed, above)
+    floor = END if last is None else streams.confirmed[last.name]
     # One partition keeps the order of its END records. Several partitions confirm it, as those of the changes do.
-    known = frontier(found.closers, found.confirmed).order
-    ends = _placed(parts, counting, before) if is_binlog else merge_ends(parts, above, known)
+    confirmed_end = frontier(streams.closers, streams.confirmed).order
+    ends = _placed_ends(parts, counting, before) if is_binlog else merge_ends(parts, above, confirmed_end)
     result = whole_transactions(ends, above, front.order, floor, counting)
-    every = [*found.streams, *found.closers]
-    behind = last if floor < front.order else front.behind
+    all_streams = [*streams.streams, *streams.closers]
+    slowest_stream = last if floor < front.order else front.behind
     if result.blocker is not None:
-        behind = next(stream for stream in every if stream.topic in result.blocker.topics)
-    return TransactionFrontier(result, Frontier(result.order, behind), counting.streams, counting, is_binlog)
+        slowest_stream = next(stream for stream in all_streams if stream.topic in result.blocker.topics)
+    return TransactionFrontier(result, Frontier(result.order, slowest_stream), counting.streams, counting, is_binlog)
 
 
-def _placed(parts: Sequence[EndRecords], counting: Counting, before: TransactionPosition | None) -> EndRecords:
+def _placed_ends(parts: Sequence[EndRecords], counting: Counting, before: TransactionPosition | None) -> EndRecords:
     """The END records that ETL has not reached, with the ends that the changes of the domain show."""
-    above, first = (None, 0) if before is None else (before.end, before.next or 0)
+    above, first_offset = (None, 0) if before is None else (before.end, before.next or 0)
     changes = (
         counting.read(stream, item)
         for stream in counting.streams
         for item in stream.files
         if (item.max_order or LOWEST) >= (above or LOWEST)
     )
-    return placed_ends(parts, first, changes, above, counting.taken)
+    return placed_ends(parts, first_offset, changes, above, counting.taken)
 
 
-def _taken(parts: Sequence[EndRecords], before: TransactionPosition | None) -> frozenset[str]:
+def _taken_names(parts: Sequence[EndRecords], before: TransactionPosition | None) -> frozenset[str]:
     """Some transactions that ETL has taken: the last incomplete one, and those with an END record that ETL has passed."""
     if before is None:
         return frozenset()
@@ -188,23 +195,23 @@ def _inner(kind: pa.DataType, name: str) -> pa.DataType | None:
 def _bad_offsets(snapshot: Snapshot, stream: Stream) -> Longs:
     """The offsets of all records of a stream that were ever put into quarantine."""
     state = snapshot.raw(stream.topic)
-    found = [np.zeros(0, np.int64)]
+    offset_arrays = [np.zeros(0, np.int64)]
     if state is not None and state.bad.get(stream.partition):
         side = snapshot.quarantine(stream.topic)
         for item in quarantine_table.quarantine_files(state, side):
             if side is not None and item.partition == stream.partition:
                 kafka = storage.read_file(storage.join(side.uri, item.path), ["kafka.offset"])["kafka"].combine_chunks()
-                found.append(pc.struct_field(kafka, "offset").to_numpy(zero_copy_only=False))
-    return np.concatenate(found)
+                offset_arrays.append(pc.struct_field(kafka, "offset").to_numpy(zero_copy_only=False))
+    return np.concatenate(offset_arrays)
 
 
 def _events_of(states: Mapping[str, RawState | None], read: ReadOrders, stream: Stream, item: File) -> Events:
     state = states[stream.topic]
     assert state is not None and isinstance(item, DataFile)
     uri = storage.join(state.table.uri, item.path)
-    known = _events.get(uri)
-    if known is not None:
-        return known
+    cached_events = _events.get(uri)
+    if cached_events is not None:
+        return cached_events
     orders = read(stream, item)
     table = storage.read_file(uri, ["value.op", f"value.transaction.{_ID}", f"value.transaction.{_NUMBER}"])
     count = len(orders.offsets)
@@ -214,9 +221,9 @@ def _events_of(states: Mapping[str, RawState | None], read: ReadOrders, stream: 
     ids = _field(transaction, _ID, count).cast(pa.string())
     op = _field(value, "op", count).cast(pa.string())
     deletes = count > 0 and value[-1].is_valid and op[-1].as_py() in ("d", None)
-    found = Events(orders, pc.fill_null(numbers, 0).to_numpy(zero_copy_only=False), ids, deletes)
-    _events.put(uri, found, count)
-    return found
+    events = Events(orders, pc.fill_null(numbers, 0).to_numpy(zero_copy_only=False), ids, deletes)
+    _events.put(uri, events, count)
+    return events
 
 
 def _field(values: pa.Array, name: str, count: int) -> pa.Array:
@@ -234,43 +241,50 @@ def _ends_of(state: RawState | None, before: TransactionPosition | None) -> list
         files = [item for item in files if (item.last or 0) >= before.next - AGAIN]
     elif before is not None:
         files = [item for item in files if (item.max_order or LOWEST) >= before.end]
-    return [found for item in files if (found := _ends_in(state, item)) is not None]
+    return [end_records for item in files if (end_records := _ends_in(state, item)) is not None]
 
 
 def _ends_in(state: RawState, item: DataFile) -> EndRecords | None:
     uri = storage.join(state.table.uri, item.path)
-    known = _ends.get(uri)
-    if known is None:
+    records = _ends.get(uri)
+    if records is None:
         table = storage.read_file(uri, ["kafka.offset", "value.status", "value.id", "value.data_collections"])
         if "value" not in table.column_names:
             return None
-        known = _parsed(pc.struct_field(table["kafka"].combine_chunks(), "offset"), table["value"].combine_chunks())
-        _ends.put(uri, known, len(known.highs) + len(known.owners))
+        records = _end_records(
+            pc.struct_field(table["kafka"].combine_chunks(), "offset"), table["value"].combine_chunks()
+        )
+        _ends.put(uri, records, len(records.highs) + len(records.owners))
     since = np.inf if item.commit_time is None else item.commit_time / 1000
-    return known._replace(since=np.full(len(known.highs), since))
+    return records._replace(since=np.full(len(records.highs), since))
 
 
-def _parsed(offsets: pa.Array, value: pa.Array) -> EndRecords:
+def _end_records(offsets: pa.Array, value: pa.Array) -> EndRecords:
     """The END records among the records of a transaction topic."""
     ids = _field(value, "id", len(value)).cast(pa.string())
     highs, lows = transaction_ends(ids)
     is_binlog = pc.fill_null(is_binlog_id(ids), False)
     is_end = pc.equal(_field(value, "status", len(value)).cast(pa.string()), "END")
-    chosen = pc.fill_null(pc.and_(is_end, pc.or_(pc.is_valid(highs), is_binlog)), False)
-    rows, count = value.filter(chosen), pc.sum(chosen).as_py() or 0
-    highs, lows = (pc.fill_null(each.filter(chosen), part) for each, part in zip((highs, lows), LOWEST, strict=True))
+    is_chosen = pc.fill_null(pc.and_(is_end, pc.or_(pc.is_valid(highs), is_binlog)), False)
+    rows, count = value.filter(is_chosen), pc.sum(is_chosen).as_py() or 0
+    highs, lows = (
+        pc.fill_null(collections.filter(is_chosen), part)
+        for collections, part in zip((highs, lows), LOWEST, strict=True)
+    )
     counts = _field(rows, "data_collections", count)
     if not pa.types.is_list(counts.type):
         counts = pa.nulls(count, pa.list_(pa.null()))
-    each = pc.list_flatten(counts)
+    collections = pc.list_flatten(counts)
     return EndRecords(
         highs.to_numpy(zero_copy_only=False),
         lows.to_numpy(zero_copy_only=False),
-        offsets.filter(chosen).to_numpy(zero_copy_only=False),
-        transaction_names(ids.filter(chosen)),
+        offsets.filter(is_chosen).to_numpy(zero_copy_only=False),
+        transaction_names(ids.filter(is_chosen)),
         np.zeros(count),
         pc.list_parent_indices(counts).to_numpy(zero_copy_only=False).astype(np.int64),
-        _field(each, "data_collection", len(each)).cast(pa.string()),
-        pc.fill_null(_field(each, "event_count", len(each)).cast(pa.int64()), 0).to_numpy(zero_copy_only=False),
+        _field(collections, "data_collection", len(collections)).cast(pa.string()),
+        pc.fill_null(_field(collections, "event_count", len(collections)).cast(pa.int64()), 0).to_numpy(
+            zero_copy_only=False
+        ),
         is_binlog=bool(pc.any(is_binlog).as_py()),
     )

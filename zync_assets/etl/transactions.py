@@ -139,15 +139,15 @@ def slowest(
 ) -> Stream | None:
     """Of the streams that must confirm the end of each transaction, the stream that confirms the lowest order. None if END
     records confirm the ends for all streams. ``confirmed``: see ``confirmed_orders``."""
-    counted = {stream.name for stream in counting.streams}
-    strict = [
+    counted_names = {stream.name for stream in counting.streams}
+    strict_streams = [
         stream
         for stream in streams
         if (position is None and len(streams) > 1)
-        or stream.name not in counted
+        or stream.name not in counted_names
         or (stream.files and counting.read(stream, stream.files[-1]).deletes)
     ]
-    return min(strict, key=lambda stream: confirmed[stream.name], default=None)
+    return min(strict_streams, key=lambda stream: confirmed[stream.name], default=None)
 
 
 def whole_transactions(
@@ -161,24 +161,29 @@ def whole_transactions(
     stop = count_below(ends.highs, ends.lows, after(floor)) if floor < END else len(ends.highs)
     overdue: list[tuple[Order, str]] = []
     blocker: OpenTransaction | None = None
-    for at in _to_count(ends, counting.tables):
+    for at in _counted_transactions(ends, counting.tables):
         if at >= stop:
             break
         end = int(ends.highs[at]), int(ends.lows[at])
         start = (int(ends.highs[at - 1]), int(ends.lows[at - 1])) if at else position or LOWEST
         name = str(ends.names[at].as_py())
-        short = [
+        short_streams = [
             streams
             for collection, count in _counts(ends, at)
             if (streams := counting.tables.get(collection)) is not None
-            and not _is_there(streams, name, count, start, ends.bound(at), counting)
+            and not _has_all_changes(streams, name, count, start, ends.bound(at), counting)
         ]
-        if not short:
+        if not short_streams:
             continue
-        if counting.is_overdue(float(ends.since[at]), [stream for streams in short for stream in streams]):
+        if counting.is_overdue(float(ends.since[at]), [stream for streams in short_streams for stream in streams]):
             overdue.append((end, name))
             continue
-        stop, blocker = at, OpenTransaction(name, _topics(stream for each in short for stream in each))
+        stop, blocker = (
+            at,
+            OpenTransaction(
+                name, _topics(stream for collection_streams in short_streams for stream in collection_streams)
+            ),
+        )
     highs, lows, offsets = ends.highs[:stop], ends.lows[:stop], ends.offsets[:stop]
     last = (int(highs[-1]), int(lows[-1])) if stop else position or LOWEST
     if stop < len(ends.highs):
@@ -189,9 +194,9 @@ def whole_transactions(
     for stream in counting.streams:
         _first_unclosed(stream, last, counting, unclosed)
     for stream in counting.streams:
-        found = _first_unclosed(stream, last, counting, unclosed)
-        if found is not None and found[0] < order:
-            order, blocker = found[0], OpenTransaction(found[1], _topics(counting.closers))
+        unclosed_change = _first_unclosed(stream, last, counting, unclosed)
+        if unclosed_change is not None and unclosed_change[0] < order:
+            order, blocker = unclosed_change[0], OpenTransaction(unclosed_change[1], _topics(counting.closers))
     order = max(last, min(limit, order))
     overdue += sorted((after(place), name) for name, place in unclosed.items() if place < order)
     return WholeTransactions(order, highs, lows, offsets, overdue, blocker if limit > order else None)
@@ -211,22 +216,22 @@ def is_free(streams: Iterable[Stream], read: ReadEvents, key: OrderKey) -> bool:
             if (item.min_order or LOWEST) >= bound:
                 break
             events = read(stream, item)
-            within = ~from_order(events.orders, bound) & (events.orders.offsets >= stream.seen)
-            if bool(np.any(within & (events.numbers > 0))):
+            is_new_change = ~from_order(events.orders, bound) & (events.orders.offsets >= stream.seen)
+            if bool(np.any(is_new_change & (events.numbers > 0))):
                 return False
     return True
 
 
-def _to_count(ends: EndRecords, tables: Mapping[str, Sequence[Stream]]) -> list[int]:
+def _counted_transactions(ends: EndRecords, tables: Mapping[str, Sequence[Stream]]) -> list[int]:
     """The transactions with changes in partitions that have no record at or above the end, ascending."""
-    found: set[int] = set()
+    indexes: set[int] = set()
     for collection, streams in tables.items():
-        past = min(stream.highest or LOWEST for stream in streams)
+        past_order = min(stream.highest or LOWEST for stream in streams)
         rows = pc.equal(ends.collections, collection).to_numpy(zero_copy_only=False) & (ends.counts > 0)
         owners = ends.owners[np.flatnonzero(rows)]
         highs, lows = ends.bounds
-        found.update(owners[~below(highs[owners], lows[owners], after(past))].tolist())
-    return sorted(found)
+        indexes.update(owners[~below(highs[owners], lows[owners], after(past_order))].tolist())
+    return sorted(indexes)
 
 
 def _counts(ends: EndRecords, at: int) -> list[tuple[str, int]]:
@@ -234,11 +239,13 @@ def _counts(ends: EndRecords, at: int) -> list[tuple[str, int]]:
     return [(str(ends.collections[int(row)].as_py()), int(ends.counts[row])) for row in rows]
 
 
-def _is_there(streams: Sequence[Stream], name: str, count: int, start: Order, end: Order, counting: Counting) -> bool:
+def _has_all_changes(
+    streams: Sequence[Stream], name: str, count: int, start: Order, end: Order, counting: Counting
+) -> bool:
     """Whether the streams of a table have all changes of a transaction, whose orders are from ``start`` to below ``end``."""
     numbers, unknown = set[int](), 0
-    behind = [stream.name for stream in streams if (stream.highest or LOWEST) < end]
-    for stream in streams if behind else ():
+    late_names = [stream.name for stream in streams if (stream.highest or LOWEST) < end]
+    for stream in streams if late_names else ():
         first = 0
         for item in reversed(stream.files):
             if (item.max_order or LOWEST) < start:
@@ -248,16 +255,16 @@ def _is_there(streams: Sequence[Stream], name: str, count: int, start: Order, en
                 continue
             events = counting.read(stream, item)
             rows = from_order(events.orders, start) & ~from_order(events.orders, end) & (events.numbers > 0)
-            found = np.flatnonzero(rows)
-            of_name = pc.fill_null(pc.equal(_names(events, found), name), False).to_numpy(zero_copy_only=False)
-            numbers.update(events.numbers[found[of_name]].tolist())
-            before = events.orders.offsets[~from_order(events.orders, start)]
-            if len(before):
-                first = int(before[-1]) + 1
+            change_rows = np.flatnonzero(rows)
+            of_name = pc.fill_null(pc.equal(_names(events, change_rows), name), False).to_numpy(zero_copy_only=False)
+            numbers.update(events.numbers[change_rows[of_name]].tolist())
+            earlier_offsets = events.orders.offsets[~from_order(events.orders, start)]
+            if len(earlier_offsets):
+                first = int(earlier_offsets[-1]) + 1
                 break
-        if stream.name in behind:
+        if stream.name in late_names:
             unknown += int(np.count_nonzero(counting.bad(stream) >= first))
-    return not behind or sum(number <= count for number in numbers) + unknown >= count
+    return not late_names or sum(number <= count for number in numbers) + unknown >= count
 
 
 def _first_unclosed(

@@ -67,26 +67,28 @@ def waits_of(pipeline: Pipeline, pool: str, state: StagingState | None) -> Waits
     """The waits of a staging pool at this time."""
     if state is None or not state.head.waits:
         return NO_WAITS
-    most, oldest, moment = limits(pipeline.rules_of(pool)), dict(state.head.waits), present()
-    due = [rule for rule, since in oldest.items() if rule in most and since + most[rule] <= moment]
-    if not due:
+    wait_limits, oldest, moment = limits(pipeline.rules_of(pool)), dict(state.head.waits), present()
+    due_rules = [rule for rule, since in oldest.items() if rule in wait_limits and since + wait_limits[rule] <= moment]
+    if not due_rules:
         return Waits((), oldest)
     overdue: list[ClassRange] = []
-    for rule in due:
-        late, rest = waiting_since(state, rule, moment - most[rule] + 1)
-        each, most_more = late.sort_by("since").to_pylist(), MOST_OVERDUE - len(overdue)
-        for row in each[:most_more]:
+    for rule in due_rules:
+        late_entries, next_oldest = waiting_since(state, rule, moment - wait_limits[rule] + 1)
+        sorted_entries, room = late_entries.sort_by("since").to_pylist(), MOST_OVERDUE - len(overdue)
+        for row in sorted_entries[:room]:
             place = OffsetRange(row["partition"], row["first"], row["first"] + 1)
             overdue.append(ClassRange(row["topic"], "pending", rule, place))
-        known = [row["since"] for row in each[most_more : most_more + 1]]
-        oldest[rule] = known[0] if known else moment if rest is None else rest
+        next_times = [row["since"] for row in sorted_entries[room : room + 1]]
+        oldest[rule] = next_times[0] if next_times else moment if next_oldest is None else next_oldest
     return Waits(tuple(overdue), oldest)
 
 
-def next_waits(waits: Waits, begun: Mapping[str, int], waiting: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    """The times of the account's head after a batch. ``begun``: rule → the time at which records of the batch began to wait;
+def next_waits(waits: Waits, start_times: Mapping[str, int], waiting: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """The times of the account's head after a batch. ``start_times``: rule → when records of the batch began to wait;
     ``waiting``: (rule, topic) → records that are pending after the batch."""
-    each = {**begun, **waits.oldest}
-    known = {rule: min(times.get(rule, since) for times in (begun, waits.oldest)) for rule, since in each.items()}
-    still = {rule for (rule, _), count in waiting.items() if count > 0}
-    return {rule: since for rule, since in known.items() if rule in still}
+    all_times = {**start_times, **waits.oldest}
+    oldest_times = {
+        rule: min(times.get(rule, since) for times in (start_times, waits.oldest)) for rule, since in all_times.items()
+    }
+    waiting_rules = {rule for (rule, _), count in waiting.items() if count > 0}
+    return {rule: since for rule, since in oldest_times.items() if rule in waiting_rules}
