@@ -121,9 +121,9 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(_MODULES.get(name, "zync_assets.errors")), name)
-    globals()[name] = found
-    return found
+    attribute = getattr(import_module(_MODULES.get(name, "zync_assets.errors")), name)
+    globals()[name] = attribute
+    return attribute
 
 
 def __dir__() -> list[str]:

@@ -49,20 +49,20 @@ def _load(env: Mapping[str, str]) -> Definitions:
     from zync_assets.assets.build import build_definitions
     from zync_assets.pipeline_file import load
 
-    named = env.get("ZYNC_PIPELINE")
+    path_text = env.get("ZYNC_PIPELINE")
     if env.get("ZYNC_SENSOR") not in (None, "", "running", "stopped"):
         raise SetupError(f"ZYNC_SENSOR is {env['ZYNC_SENSOR']!r}; it must be running or stopped.")
-    path = _found(Path(named).expanduser()) if named else demo_folder() / "invoices.yaml"
-    is_demo = not named or _is_demo(path)
+    path = _existing_path(Path(path_text).expanduser()) if path_text else demo_folder() / "invoices.yaml"
+    is_demo = not path_text or _is_demo(path)
     sensor = env.get("ZYNC_SENSOR") or ("running" if is_demo else "stopped")
-    own = env if named else {}
-    pipeline = load(path, {**demo_environment(), **own} if is_demo else env)
-    made = build_definitions(pipeline, sensor_running=sensor == "running")
+    overrides = env if path_text else {}
+    pipeline = load(path, {**demo_environment(), **overrides} if is_demo else env)
+    definitions = build_definitions(pipeline, sensor_running=sensor == "running")
     # Nothing else is here: what is materialised without one of the jobs, as in Dagster's UI, has one Spark session too.
-    return Definitions.merge(made, Definitions(executor=in_process_executor))
+    return Definitions.merge(definitions, Definitions(executor=in_process_executor))
 
 
-def _found(path: Path) -> Path:
+def _existing_path(path: Path) -> Path:
     """A relative path is looked for in the current folder, then beside the package."""
     for place in (path, Path(__file__).resolve().parents[1] / path):
         if place.is_file():

@@ -106,9 +106,9 @@ class LakeUri(str):
     settings: Mapping[str, str]
 
     def __new__(cls, uri: str, settings: Mapping[str, str] = NO_SETTINGS) -> LakeUri:
-        made = super().__new__(cls, uri)
-        made.settings = settings
-        return made
+        lake_uri = super().__new__(cls, uri)
+        lake_uri.settings = settings
+        return lake_uri
 
 
 @dataclass(frozen=True)
@@ -150,9 +150,11 @@ class Transactions:
 
     def collection(self, topic: str) -> str | None:
         """The source's name of the table that a topic has the changes of; None if its name does not show it."""
-        named = next((name for name, of in self.collections.items() if of == topic), None)
-        own = topic.removeprefix(f"{self.prefix}.")
-        return named or (own if own != topic and own not in self.collections else None)
+        collection = next(
+            (name for name, collection_topic in self.collections.items() if collection_topic == topic), None
+        )
+        table = topic.removeprefix(f"{self.prefix}.")
+        return collection or (table if table != topic and table not in self.collections else None)
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,7 @@ class Rule:
         """The sides whose records may complete a pending record of ``side``: the others, the only one, or all of a group."""
         if self.group is not None:
             return self.sides
-        return tuple(other for other in self.sides if other != side) or self.sides
+        return tuple(counterpart for counterpart in self.sides if counterpart != side) or self.sides
 
     def side(self, topic: str) -> Side:
         """The side of a topic; KeyError if the rule does not name the topic."""
@@ -419,8 +421,8 @@ class Pipeline:
 
     def inputs_of(self, pool: str) -> tuple[Input, ...]:
         """The inputs that the rules of that staging pool name, in the file's order."""
-        named = {topic for rule in self.rules_of(pool) for topic in rule.inputs}
-        return tuple(item for item in self.inputs if item.topic in named)
+        topics = {topic for rule in self.rules_of(pool) for topic in rule.inputs}
+        return tuple(item for item in self.inputs if item.topic in topics)
 
     def readers_of(self, topic: str) -> tuple[str, ...]:
         """The staging pools whose rules name the input topic, in the file's order."""

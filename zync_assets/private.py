@@ -33,9 +33,9 @@ def private(package: str, place: str, name: str) -> Any:
     """The name of a module or class of the package. SetupError if the library lacks the name."""
     assert (package, place, name) in NAMES
     try:
-        return of(package, _found(place), name)
+        return of(package, _owner(place), name)
     except ImportError:
-        raise _missing(package, f"{place}.{name}") from None
+        raise _missing_name_error(package, f"{place}.{name}") from None
 
 
 def of(package: str, owner: Any, name: str) -> Any:
@@ -47,7 +47,7 @@ def of(package: str, owner: Any, name: str) -> Any:
     try:
         return importlib.import_module(f"{owner.__name__}.{name}")
     except (AttributeError, ImportError):
-        raise _missing(package, f"{getattr(owner, '__name__', type(owner).__name__)}.{name}") from None
+        raise _missing_name_error(package, f"{getattr(owner, '__name__', type(owner).__name__)}.{name}") from None
 
 
 def put(package: str, owner: Any, name: str, value: Any) -> None:
@@ -56,15 +56,15 @@ def put(package: str, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def _found(place: str) -> Any:
+def _owner(place: str) -> Any:
     module, _, name = place.rpartition(".")
     return getattr(importlib.import_module(module), name) if name[0].isupper() else importlib.import_module(place)
 
 
-def _missing(package: str, what: str) -> SetupError:
-    """``what``: the name that is not there."""
-    wanted = next((each for each in requires("zync-assets") or () if each.startswith(package)), package)
+def _missing_name_error(package: str, missing_name: str) -> SetupError:
+    """``missing_name``: the name that is not there."""
+    requirement = next((text for text in requires("zync-assets") or () if text.startswith(package)), package)
     return SetupError(
-        f"{package} {version(package)} has no {what}, which zync needs; install a version that it was tried with:"
-        f" pip install '{wanted}'"
+        f"{package} {version(package)} has no {missing_name}, which zync needs; install a version that it was tried with:"
+        f" pip install '{requirement}'"
     )

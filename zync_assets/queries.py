@@ -80,27 +80,27 @@ class View:
 
     def outwards(self, start: str) -> list[JoinStep]:
         """The joins from an alias outwards, in the order of the way."""
-        found, known = list[JoinStep](), [start]
-        for near in known:
+        steps, aliases = list[JoinStep](), [start]
+        for near in aliases:
             for join in self.joins:
                 far = join.alias if join.near == near else join.near if join.alias == near else None
-                if far is not None and far not in known:
-                    known.append(far)
+                if far is not None and far not in aliases:
+                    aliases.append(far)
                     outwards = far == join.alias
-                    pairs = list(join.on) if outwards else [(own, other) for other, own in join.on]
-                    found.append(JoinStep(near, far, pairs, outwards and join.kind == "left"))
-        return found
+                    pairs = list(join.on) if outwards else [(alias_sql, near_sql) for near_sql, alias_sql in join.on]
+                    steps.append(JoinStep(near, far, pairs, outwards and join.kind == "left"))
+        return steps
 
     def path(self, start: str, ends: Iterable[str]) -> list[JoinStep]:
         """The joins that lead from an alias to some aliases."""
         steps = self.outwards(start)
         above = {step.far: step.near for step in steps}
-        needed: set[str] = set()
+        needed_aliases: set[str] = set()
         for alias in ends:
-            while alias in above and alias not in needed:
-                needed.add(alias)
+            while alias in above and alias not in needed_aliases:
+                needed_aliases.add(alias)
                 alias = above[alias]
-        return [step for step in steps if step.far in needed]
+        return [step for step in steps if step.far in needed_aliases]
 
     @property
     def optional(self) -> frozenset[str]:
@@ -114,25 +114,25 @@ class View:
         """
         join = next((join for join in self.joins if join.alias == alias and join.kind == "left"), None)
         behind = {alias}
-        for each in self.joins:
-            behind |= {each.alias} if each.near in behind else set()
+        for view_join in self.joins:
+            behind |= {view_join.alias} if view_join.near in behind else set()
         if join is None or behind.isdisjoint(ends):
             return None
-        return JoinStep(alias, join.near, [(own, other) for other, own in join.on], outer=False)
+        return JoinStep(alias, join.near, [(alias_sql, near_sql) for near_sql, alias_sql in join.on], outer=False)
 
 
 def view_definition(view: View, *rest: object) -> str:
     """The definition of a view as JSON: all that its result depends on. ``rest``: key, value, headers and output of its rule."""
-    found = asdict(view)
-    del found["definition"]
-    for item in found["tables"]:
+    definition = asdict(view)
+    del definition["definition"]
+    for item in definition["tables"]:
         # As pools of older versions have it.
         if not item["by_time"]:
             del item["by_time"]
-    for join in found["joins"]:
+    for join in definition["joins"]:
         # The expressions say it.
         del join["near"]
-    return json.dumps([found, *rest], sort_keys=True)
+    return json.dumps([definition, *rest], sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Lookup:
     @property
     def condition(self) -> str:
         """The look-up as a condition, as the pipeline file may have it."""
-        return " AND ".join(f"{own} = {record}" for record, own in self.on)
+        return " AND ".join(f"{row} = {record}" for record, row in self.on)
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class GroupDefinition:
 
     def edited(self, edit: Callable[[str], str]) -> GroupDefinition:
         """The group with edited expressions."""
-        each = ((item, {side: edit(sql) for side, sql in item.arguments.items()}) for item in self.aggregates)
+        argument_edits = ((item, {side: edit(sql) for side, sql in item.arguments.items()}) for item in self.aggregates)
         return GroupDefinition(
-            tuple(replace(item, arguments=arguments) for item, arguments in each), edit(self.complete)
+            tuple(replace(item, arguments=arguments) for item, arguments in argument_edits), edit(self.complete)
         )

@@ -57,8 +57,8 @@ LOSSES = 5
 _log = logging.getLogger(__name__)
 
 
-def quiet(what: str, done: int, total: int) -> None:
-    """Tells nobody."""
+def quiet(step: str, count: int, total: int) -> None:
+    """Report nothing."""
 
 
 def ingest_all(
@@ -85,7 +85,7 @@ def ingest_all(
 
 
 def _ingest_to(
-    known: Survey,
+    topic_ends: Survey,
     pipeline: Pipeline,
     session: Session,
     topics: Sequence[str],
@@ -93,30 +93,31 @@ def _ingest_to(
     troubles: list[ZyncError],
 ) -> Iterator[RawCommit]:
     """Ingest each topic up to its known end. Errors of topics are added to ``troubles``."""
-    troubles += [error for topic, error in known.errors.items() if topic in topics]
-    topics = [topic for topic in topics if topic not in known.problems]
+    troubles += [error for topic, error in topic_ends.errors.items() if topic in topics]
+    topics = [topic for topic in topics if topic not in topic_ends.problems]
     once = cache(session)
-    small, rest, errors = small_inputs(pipeline, once, topics, known.states)
+    small_batches, lone_topics, errors = small_inputs(pipeline, once, topics, topic_ends.states)
     troubles += errors
     works = {
-        topic: partial(ingest_once, pipeline, once, topic, known.states, first=first) for topic, first in small.items()
+        topic: partial(ingest_once, pipeline, once, topic, topic_ends.states, first=first)
+        for topic, first in small_batches.items()
     }
-    most = max((batch.plan.lag for batch in small.values()), default=0)
-    for topic, (made, lag) in _side_by_side(once, works, most, rest, troubles):
-        if made is not None:
-            progress(f"ingest {topic}", sum(part.end - part.first for part in made.ranges), lag)
-            yield made
-    for topic in rest:
-        total = done = 0
+    most = max((batch.plan.lag for batch in small_batches.values()), default=0)
+    for topic, (commit, lag) in _side_by_side(once, works, most, lone_topics, troubles):
+        if commit is not None:
+            progress(f"ingest {topic}", sum(part.end - part.first for part in commit.ranges), lag)
+            yield commit
+    for topic in lone_topics:
+        total = offset_count = 0
         try:
             while True:
-                made, lag = ingest_once(pipeline, session, topic, known.states)
-                if made is None:
+                commit, lag = ingest_once(pipeline, session, topic, topic_ends.states)
+                if commit is None:
                     break
                 total = total or lag
-                done += sum(part.end - part.first for part in made.ranges)
-                progress(f"ingest {topic}", done, total)
-                yield made
+                offset_count += sum(part.end - part.first for part in commit.ranges)
+                progress(f"ingest {topic}", offset_count, total)
+                yield commit
         except EVERYWHERE:
             raise
         except ZyncError as error:
@@ -124,27 +125,27 @@ def _ingest_to(
 
 
 def _side_by_side(
-    session: Session, works: Mapping[str, Callable[[], T]], most: int, rest: list[str], troubles: list[ZyncError]
+    session: Session, works: Mapping[str, Callable[[], T]], most: int, lone_topics: list[str], troubles: list[ZyncError]
 ) -> Iterator[tuple[str, T]]:
     """Do the work of each topic, and yield each topic with the result of its work.
 
     ``works``: topic → its work; ``most``: the most new offsets of a topic.
-    A topic whose Spark job was lost is added to ``rest``. Another error of a topic is added to ``troubles``.
+    A topic whose Spark job was lost is added to ``lone_topics``. Another error of a topic is added to ``troubles``.
     """
     if not works:
         return
     for topic, future in zip(works, side_by_side(session(), list(works.values()), most), strict=True):
         try:
-            made = future.result()
+            result = future.result()
         except SparkLost:
             # Perhaps another topic ended Spark's worker. The caller works on this topic again, alone.
-            rest.append(topic)
+            lone_topics.append(topic)
         except EVERYWHERE:
             raise
         except ZyncError as error:
             troubles.append(error)
         else:
-            yield topic, made
+            yield topic, result
 
 
 def read_ends(pipeline: Pipeline, patience: float | None = None, snapshot: Snapshot | None = None) -> Survey:
@@ -153,21 +154,21 @@ def read_ends(pipeline: Pipeline, patience: float | None = None, snapshot: Snaps
     ``snapshot``: the raw tables, where they are open. Raises BrokerUnavailable and TrustError.
     """
     began = time.time()
-    found = survey(pipeline.kafka, [item.topic for item in pipeline.inputs], patience=patience)
-    keep_ends(snapshot or Snapshot(pipeline), found, began, time.time())
-    return found
+    topic_ends = survey(pipeline.kafka, [item.topic for item in pipeline.inputs], patience=patience)
+    keep_ends(snapshot or Snapshot(pipeline), topic_ends, began, time.time())
+    return topic_ends
 
 
-def keep_ends(snapshot: Snapshot, found: Survey, began: float, ended: float) -> None:
+def keep_ends(snapshot: Snapshot, topic_ends: Survey, began: float, ended: float) -> None:
     """Keep the ends of the inputs that have a source order, or may have one.
 
-    ``began``, ``ended``: the times around the request for ``found``, in seconds since the epoch. A lake that can't be written
-    keeps nothing, which only delays ETL; a warning says so.
+    ``began``, ``ended``: the times around the request for ``topic_ends``, in seconds since the epoch. A lake that can't be
+    written keeps nothing, which only delays ETL; a warning says so.
     """
     pipeline = snapshot.pipeline
     limit = math.inf if pipeline.transactions is None else pipeline.transactions.limit
     for pool, tables in _ordered_tables(snapshot).items():
-        ends = {topic: _ends(found.states.get(topic)) for topic in tables if topic not in found.problems}
+        ends = {topic: _ends(topic_ends.states.get(topic)) for topic in tables if topic not in topic_ends.problems}
         try:
             keep_reading(pipeline.lake, pool, Reading(began, ended, ends), pipeline.order_delay, limit)
         except LakeError as error:
@@ -182,14 +183,14 @@ def confirm_ends(pipeline: Pipeline, patience: float | None = None) -> Survey | 
     """
     snapshot = Snapshot(pipeline)
     tables = _ordered_tables(snapshot)
-    states = [state for own in tables.values() for state in own.values()]
+    states = [state for pool_tables in tables.values() for state in pool_tables.values()]
     streams = sum(1 if state is None else len(state.next) for state in states)
     if streams < 2 or all(state is None or state.domain is None for state in states):
         return None
-    kept = [read_readings(pipeline.lake, pool) for pool in tables]
-    if all(are_confirmed(found, pipeline.order_delay) for found in kept):
+    pool_readings = [read_readings(pipeline.lake, pool) for pool in tables]
+    if all(are_confirmed(readings, pipeline.order_delay) for readings in pool_readings):
         return None
-    since = time.time() - max((found[-1].ended for found in kept if found), default=0.0)
+    since = time.time() - max((readings[-1].ended for readings in pool_readings if readings), default=0.0)
     time.sleep(max(0.0, min(pipeline.order_delay, pipeline.order_delay - since)))
     return read_ends(pipeline, patience, snapshot)
 
@@ -197,7 +198,7 @@ def confirm_ends(pipeline: Pipeline, patience: float | None = None) -> Survey | 
 def _ordered_tables(snapshot: Snapshot) -> dict[str, dict[str, RawState | None]]:
     """Raw pool → topic → table, of the inputs that have a source order, or may have one. The step that uses a table reports a
     table that can't be opened."""
-    found: dict[str, dict[str, RawState | None]] = {}
+    tables_by_pool: dict[str, dict[str, RawState | None]] = {}
     for item in snapshot.pipeline.inputs:
         try:
             state = snapshot.raw(item.topic)
@@ -206,8 +207,8 @@ def _ordered_tables(snapshot: Snapshot) -> dict[str, dict[str, RawState | None]]
         except LakeError:
             continue
         if may_be_ordered(item, state):
-            found.setdefault(item.pool, {})[item.topic] = state
-    return found
+            tables_by_pool.setdefault(item.pool, {})[item.topic] = state
+    return tables_by_pool
 
 
 def _ends(state: TopicState | None) -> TopicEnds:
@@ -221,17 +222,17 @@ def ingest_once(
     pipeline: Pipeline,
     session: Session,
     topic: str,
-    known: Mapping[str, TopicState] | None = None,
+    topic_states: Mapping[str, TopicState] | None = None,
     within: Sequence[OffsetRange] | None = None,
     first: RawBatch | None = None,
     log: Log = _log.warning,
 ) -> tuple[RawCommit | None, int]:
     """Ingest one batch; the commit, None where nothing is left, and the number of offsets that were left before it.
 
-    ``known`` and ``within``: as for ``plan_ingest``. ``first``: a batch that was read already.
+    ``topic_states`` and ``within``: as for ``plan_ingest``. ``first``: a batch that was read already.
     """
 
-    def read(states: Mapping[str, TopicState] | None = known) -> RawBatch:
+    def read(states: Mapping[str, TopicState] | None = topic_states) -> RawBatch:
         return read_input(session, pipeline, plan_ingest(pipeline, topic, within=within, topic_states=states))
 
     def commit(batch: RawBatch) -> tuple[RawCommit | None, int]:
@@ -261,11 +262,11 @@ def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING) -> Ite
     """
     troubles: list[ZyncError] = []
     for pool in pipeline.staging_pools:
-        asked = retry
+        next_retry = retry
         try:
-            while (made := commit_etl(pipeline, partial(read_etl, pipeline, session, pool, asked))) is not None:
-                asked = NOTHING
-                yield made
+            while (commit := commit_etl(pipeline, partial(read_etl, pipeline, session, pool, next_retry))) is not None:
+                next_retry = NOTHING
+                yield commit
         except EVERYWHERE:
             raise
         except ZyncError as error:
@@ -280,8 +281,8 @@ def etl_backlog(pipeline: Pipeline) -> int:
         # Staging is read before raw, so that seen is never past a raw table's next offset.
         state = staging.open_staging(pipeline.lake, pool)
         states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in pipeline.inputs_of(pool)}
-        found = unseen(states, state.head if state else Head())
-        total += sum(part.end - part.first for parts in found.values() for part in parts)
+        ranges_by_topic = unseen(states, state.head if state else Head())
+        total += sum(part.end - part.first for parts in ranges_by_topic.values() for part in parts)
     return total
 
 
@@ -310,9 +311,9 @@ def rebuild_all(
 
     for pool in pipeline.staging_pools:
         if any(rule.tables and (not topics or rule.out in topics) for rule in pipeline.rules_of(pool)):
-            made = commit_etl(pipeline, partial(read, pool))
-            if made is not None:
-                yield made
+            commit = commit_etl(pipeline, partial(read, pool))
+            if commit is not None:
+                yield commit
         yield from rebuild_events(pipeline, session, pool, tuple(topics))
 
 
@@ -344,9 +345,11 @@ def replay_all(pipeline: Pipeline, session: Session, selection: Selection) -> It
     """
     for item in pipeline.inputs:
         if not selection.topics or item.topic in selection.topics:
-            made = retried(partial(plan_replay, pipeline, item, selection), partial(_commit_replay, pipeline, session))
-            if made is not None:
-                yield made
+            commit = retried(
+                partial(plan_replay, pipeline, item, selection), partial(_commit_replay, pipeline, session)
+            )
+            if commit is not None:
+                yield commit
     yield from etl_all(pipeline, session, Retry(failed=selection))
 
 
@@ -366,10 +369,10 @@ def drop_all(pipeline: Pipeline, selection: Selection) -> int:
                 " the topic, so that there is no account of its records. Nothing was dropped. Name other topics with --topic,"
                 f" or give this one a rule and run {pipeline.command('etl')}"
             )
-    dropped: set[tuple[str, int, int]] = set()
+    places: set[tuple[str, int, int]] = set()
     for pool in pipeline.staging_pools:
-        dropped |= retried(partial(plan_drop, pipeline, pool, selection), commit_drop)
-    return len(dropped)
+        places |= retried(partial(plan_drop, pipeline, pool, selection), commit_drop)
+    return len(places)
 
 
 def publish_all(
@@ -386,31 +389,31 @@ def publish_all(
     """
     once = cache(session)
     if len(topics) < MANY:
-        known = {} if patience is None else survey(pipeline.kafka, topics, patience=patience).errors
-        small, rest = dict[str, OutputBatch](), [topic for topic in topics if topic not in known]
-        troubles: list[ZyncError] = list(known.values())
+        errors = {} if patience is None else survey(pipeline.kafka, topics, patience=patience).errors
+        small_batches, lone_topics = dict[str, OutputBatch](), [topic for topic in topics if topic not in errors]
+        troubles: list[ZyncError] = list(errors.values())
     else:
-        small, rest, troubles = small_outputs(pipeline, once, topics, patience)
+        small_batches, lone_topics, troubles = small_outputs(pipeline, once, topics, patience)
     works = {
         topic: partial(publish_once, pipeline, partial(read_output, pipeline, once, topic), first=first)
-        for topic, first in small.items()
+        for topic, first in small_batches.items()
     }
-    most = max((batch.plan.lag for batch in small.values()), default=0)
-    for topic, made in _side_by_side(once, works, most, rest, troubles):
-        if made is not None:
-            progress(f"publish {topic}", made.records, made.records)
-            yield made
-    for topic in rest:
+    most = max((batch.plan.lag for batch in small_batches.values()), default=0)
+    for topic, commit in _side_by_side(once, works, most, lone_topics, troubles):
+        if commit is not None:
+            progress(f"publish {topic}", commit.records, commit.records)
+            yield commit
+    for topic in lone_topics:
         try:
-            shown = partial(progress, f"publish {topic}")
-            made = publish_once(pipeline, partial(read_output, pipeline, session, topic), shown)
+            topic_progress = partial(progress, f"publish {topic}")
+            commit = publish_once(pipeline, partial(read_output, pipeline, session, topic), topic_progress)
         except EVERYWHERE:
             raise
         except ZyncError as error:
             troubles.append(error)
             continue
-        if made is not None:
-            yield made
+        if commit is not None:
+            yield commit
     raise_first(troubles)
 
 

@@ -130,10 +130,15 @@ def needed_from(state: StagingState, topic: str) -> dict[int, int]:
     rows = staging.read_ledger(state, ["pending", "completed", "quarantined"])
     rows = rows.filter(pc.equal(rows["topic"], topic))
     for partition in set(waits):
-        own = rows.filter(pc.equal(rows["partition"], partition))
-        of = {kind: own.filter(pc.equal(own["kind"], kind)) for kind in ("pending", "completed", "quarantined")}
-        failures = of["quarantined"].filter(pc.is_valid(of["quarantined"]["text"]))
-        waiting = np.setdiff1d(of["pending"]["first"].to_numpy(), of["completed"]["first"].to_numpy())
+        partition_rows = rows.filter(pc.equal(rows["partition"], partition))
+        rows_by_kind = {
+            kind: partition_rows.filter(pc.equal(partition_rows["kind"], kind))
+            for kind in ("pending", "completed", "quarantined")
+        }
+        failures = rows_by_kind["quarantined"].filter(pc.is_valid(rows_by_kind["quarantined"]["text"]))
+        waiting = np.setdiff1d(
+            rows_by_kind["pending"]["first"].to_numpy(), rows_by_kind["completed"]["first"].to_numpy()
+        )
         offsets[partition] = min([offsets.get(partition, 0), *waiting[:1].tolist(), *failures["first"].to_pylist()])
     return offsets
 
@@ -154,7 +159,7 @@ class Retirement:
 def is_retention_due(state: RawState, now: int, retention_ms: int) -> bool:
     """Whether a partition begins with a file that is past its time by a good while."""
     limit = now - retention_ms - retention_ms // SLACK
-    return any(_old(files, limit) for files in _by_partition(state).values())
+    return any(_old_files(files, limit) for files in _by_partition(state).values())
 
 
 def retirements(state: RawState, limit: int, limits: Mapping[int, int]) -> list[Retirement]:
@@ -164,10 +169,10 @@ def retirements(state: RawState, limit: int, limits: Mapping[int, int]) -> list[
     for partition, files in _by_partition(state).items():
         upto = limits.get(partition, 0)
         below = next((place for place, item in enumerate(files) if (item.last or 0) >= upto), len(files))
-        old = _old(files[:below], limit)
-        if old:
-            highest = max(state.retention_time.get(partition, 0), *(item.max_time or 0 for item in old))
-            parts.append(Retirement(partition, tuple(old), (old[-1].last or 0) + 1, highest))
+        old_files = _old_files(files[:below], limit)
+        if old_files:
+            highest = max(state.retention_time.get(partition, 0), *(item.max_time or 0 for item in old_files))
+            parts.append(Retirement(partition, tuple(old_files), (old_files[-1].last or 0) + 1, highest))
     return parts
 
 
@@ -179,7 +184,7 @@ def _by_partition(state: RawState) -> dict[int, list[DataFile]]:
     return files_by_partition
 
 
-def _old(files: Sequence[DataFile], limit: int) -> Sequence[DataFile]:
+def _old_files(files: Sequence[DataFile], limit: int) -> Sequence[DataFile]:
     """The first files that are old. Where records have no time (0), only a later record shows their age."""
     count = 0
     for place, item in enumerate(files):
