@@ -27,7 +27,7 @@ def spark_failures(make_error: Callable[[str], ZyncError]) -> Generator[None]:
     """Raise ``make_error(what Spark says)`` in place of whatever Spark or the way to its JVM raises."""
     try:
         yield
-    except _of_spark() as error:
+    except _spark_exceptions() as error:
         text = str(error)
         loss = (
             _jvm_loss(error)
@@ -42,11 +42,11 @@ def spark_failures(make_error: Callable[[str], ZyncError]) -> Generator[None]:
 @contextmanager
 def ignore_release_errors() -> Generator[None]:
     """Ignore Spark's errors while caches are released. A Spark that has ended holds no cache, and the step has succeeded."""
-    with suppress(*_of_spark()):
+    with suppress(*_spark_exceptions()):
         yield
 
 
-def _of_spark() -> tuple[type[Exception], ...]:
+def _spark_exceptions() -> tuple[type[Exception], ...]:
     """The exceptions of Spark, and of the connection to its JVM."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
@@ -125,8 +125,8 @@ _ANSI_ADVICE = re.compile(r" *If necessary,? (you can )?set [^\n]*? to bypass th
 
 def raised_text(error: Exception, mark: str) -> str | None:
     """The text that ``raise_error`` of Spark SQL raised after ``mark``; None if an error does not have the mark."""
-    _, found, text = str(error).partition(mark)
-    return text.splitlines()[0].partition(" SQLSTATE:")[0].strip() if found else None
+    _, separator, text = str(error).partition(mark)
+    return text.splitlines()[0].partition(" SQLSTATE:")[0].strip() if separator else None
 
 
 def short(error: Exception) -> str:

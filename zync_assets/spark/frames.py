@@ -50,17 +50,17 @@ def parquet_frame(
     if not files:
         return spark.createDataFrame([], kind)
     frames: list[DataFrame] = []
-    for own, paths in by_own_types(uri, [item.path for item in files], schema):
+    for file_schema, paths in by_own_types(uri, [item.path for item in files], schema):
         places = [storage.spark_pattern(storage.join(uri, path)) for path in paths]
         try:
             frame = (
                 spark.read.options(**(options or {}), **storage.spark_options(uri))
-                .schema(spark_schema(own))
+                .schema(spark_schema(file_schema))
                 .parquet(*places)
             )
         except AnalysisException as error:
             raise stores.missing_file(str(error)) or error from None
-        frames.append(frame if own.equals(schema) else _cast(frame, kind))
+        frames.append(frame if file_schema.equals(schema) else _cast(frame, kind))
     return union(frames)
 
 
@@ -115,12 +115,12 @@ def records_at(
     return frame.join(F.broadcast(targets) if few else targets, condition, "left_semi")
 
 
-def spans(places: DataFrame, *by: str) -> list[tuple[Row, OffsetRange]]:
+def spans(places: DataFrame, *columns: str) -> list[tuple[Row, OffsetRange]]:
     """The ranges of SPAN offsets that contain places (columns ``partition`` and ``first``). Few rows for any number of places.
 
-    ``by``: columns of ``places`` to keep in the rows.
+    ``columns``: columns of ``places`` to keep in the rows.
     """
-    rows = places.selectExpr(*by, "partition", f"first DIV {SPAN} AS span").distinct().collect()
+    rows = places.selectExpr(*columns, "partition", f"first DIV {SPAN} AS span").distinct().collect()
     return [(row, OffsetRange(row["partition"], row["span"] * SPAN, (row["span"] + 1) * SPAN)) for row in rows]
 
 
@@ -158,8 +158,8 @@ def _orders(state: RawState) -> list[str]:
     """The source order of a record. Files of older versions lack the column."""
     columns = ((name, f"{name_sql(ORDER)}.{name}" if state.has_order else "NULL") for name in ORDER_TYPE.names)
     return [
-        f"coalesce({own}, {long_sql(least)}) AS order_{name}"
-        for (name, own), least in zip(columns, LOWEST, strict=True)
+        f"coalesce({field_sql}, {long_sql(least)}) AS order_{name}"
+        for (name, field_sql), least in zip(columns, LOWEST, strict=True)
     ]
 
 
@@ -209,7 +209,7 @@ def _with_carried_times(
         SPAN, sum((item.last or 0) - (item.first or 0) for item in files if item.path in times_by_path) // _SPANS
     )
     spans = f"explode(sequence(low DIV {span}, high DIV {span})) AS span"
-    before = listed_frame(spark, _SPAN_TIMES, rows).selectExpr(
+    span_times = listed_frame(spark, _SPAN_TIMES, rows).selectExpr(
         "at", "low", "high", "timestamp_millis(reached) AS reached", spans
     )
     inside = f"kafka.partition = at AND kafka.offset DIV {span} = span AND kafka.offset BETWEEN low AND high"
@@ -219,7 +219,7 @@ def _with_carried_times(
     )
     kafka = f"struct({', '.join(fields)}) AS kafka"
     columns = [name_sql(name) for name in schema.names if name != "kafka"]
-    return frame.join(F.broadcast(before), F.expr(inside), "left").selectExpr(kafka, *columns)
+    return frame.join(F.broadcast(span_times), F.expr(inside), "left").selectExpr(kafka, *columns)
 
 
 def output_frame(
@@ -231,23 +231,23 @@ def output_frame(
 
     names = {"key": key_column(topic), "value": value_column(topic)}
     present = {side: name for side, name in names.items() if name in state.schema.names}
-    plain = ["kafka", "rule", "source", "schema", "left_out"]
-    plain += [HEADERS_COLUMN] if HEADERS_COLUMN in state.schema.names else []
-    schema = pa.schema([state.schema.field(name) for name in ["kafka", *present.values(), *plain[1:]]])
+    record_columns = ["kafka", "rule", "source", "schema", "left_out"]
+    record_columns += [HEADERS_COLUMN] if HEADERS_COLUMN in state.schema.names else []
+    schema = pa.schema([state.schema.field(name) for name in ["kafka", *present.values(), *record_columns[1:]]])
     parts = None if ranges is None else list(ranges)
     files = state.output_files(topic, parts)
     frame = parquet_frame(spark, state.table.uri, files, schema)
     sides = [(F.col(f"`{present[side]}`") if side in present else F.lit(None)).alias(side) for side in ("key", "value")]
-    whole = frame.select("kafka", *sides, *plain[1:])
+    records = frame.select("kafka", *sides, *record_columns[1:])
     # As in ``record_frame``: no filter where the files hold nothing else.
-    return whole if parts is None or all(item.lies_in(parts) for item in files) else _in_ranges(whole, parts)
+    return records if parts is None or all(item.lies_in(parts) for item in files) else _in_ranges(records, parts)
 
 
 def latest_records(frame: DataFrame) -> DataFrame:
     """The last record of each key in an ``output_frame``, with all columns. A key whose last record is a tombstone is absent."""
-    others = [name_sql(name) for name in frame.columns if name != "key"]
+    other_columns = [name_sql(name) for name in frame.columns if name != "key"]
     from pyspark.sql import functions as F
 
-    latest = frame.groupBy("key").agg(F.expr(f"max_by(struct({', '.join(others)}), kafka.offset) AS latest"))
-    columns = [f"latest.{name} AS {name}" for name in others]
+    latest = frame.groupBy("key").agg(F.expr(f"max_by(struct({', '.join(other_columns)}), kafka.offset) AS latest"))
+    columns = [f"latest.{name} AS {name}" for name in other_columns]
     return latest.where("latest.value IS NOT NULL").selectExpr(columns[0], "key", *columns[1:])

@@ -53,9 +53,9 @@ def serve(folder: Path) -> None:
 
 def _settings(arguments: shared_servers.StartArguments) -> Mapping[str, str]:
     plugins = [text for text in (arguments.settings.get("spark.plugins"), _PLUGIN) if text]
-    own = {"spark.plugins": ",".join(plugins), "spark.connect.authenticate.token": arguments.secret}
+    server_settings = {"spark.plugins": ",".join(plugins), "spark.connect.authenticate.token": arguments.secret}
     # Every session begins with the settings of the server's own.
-    return {**_CONNECT, **arguments.settings, **PINS, **own}
+    return {**_CONNECT, **arguments.settings, **PINS, **server_settings}
 
 
 def _service(session: SparkSession) -> Any:

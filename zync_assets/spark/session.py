@@ -55,20 +55,21 @@ def local_session(settings: Mapping[str, str]) -> SparkSession:
     builder = SparkSession.builder
     for name, value in settings.items():
         builder = builder.config(name, value)
-    with spark_failures(_unstarted):
+    with spark_failures(_start_error):
         session = builder.getOrCreate()
     if jars := settings.get("spark.jars"):
         # Spark reads the list once, as the JVM starts.
-        started = session.sparkContext.getConf().get("spark.jars", "")
-        if missing := sorted(set(jars.split(",")) - set((started or "").split(","))):
+        jvm_jars = session.sparkContext.getConf().get("spark.jars", "")
+        if missing_jars := sorted(set(jars.split(",")) - set((jvm_jars or "").split(","))):
             raise SetupError(
-                f"spark: the JVM of this process started without {Path(missing[0]).name}, which this pipeline needs. Another"
-                " pipeline of the process started the JVM: use a process for each of the two, or begin with this pipeline."
+                f"spark: the JVM of this process started without {Path(missing_jars[0]).name}, which this pipeline needs."
+                " Another pipeline of the process started the JVM: use a process for each of the two, or begin with this"
+                " pipeline."
             )
     return prepare(session)
 
 
-def _unstarted(reason: str) -> SetupError:
+def _start_error(reason: str) -> SetupError:
     return SetupError(f"Spark did not start: {reason.rstrip('.')}. Correct master: or a property under spark:.")
 
 
@@ -129,19 +130,19 @@ def start_jvm(settings: Mapping[str, str]) -> None:
             try:
                 gateway = launch_gateway(public, {"stdout": output, "stderr": output})
             except PySparkRuntimeError as error:
-                raise _unstarted(first_words() or cause_line(error)) from None
+                raise _start_error(first_words() or cause_line(error)) from None
             start(gateway=gateway)
 
 
 @contextmanager
 def _variables(values: Mapping[str, str]) -> Generator[None]:
     """This process's environment with these variables."""
-    before = {name: os.environ.get(name) for name in values}
+    previous_values = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous_values.items():
             if value is None:
                 del os.environ[name]
             else:
@@ -186,8 +187,8 @@ def remote_session(settings: Mapping[str, str]) -> SparkSession:
     url = settings["spark.remote"]
     label = f"Spark Connect server {public_url(url)}"
     cure = "Start it, correct spark: remote: (or SPARK_REMOTE), or write `shared` to have one started on this machine."
-    own = {name: value for name, value in settings.items() if name.startswith(_OF_SESSIONS)}
-    return _session(_Target(url, label, cure, url), {**own, **PINS})
+    session_settings = {name: value for name, value in settings.items() if name.startswith(_OF_SESSIONS)}
+    return _session(_Target(url, label, cure, url), {**session_settings, **PINS})
 
 
 def _shared_session(settings: Mapping[str, str]) -> SparkSession:
@@ -387,8 +388,8 @@ def rehearse(spark: SparkSession, folder: Path) -> None:
         "CASE WHEN a IS NOT NULL THEN named_struct('x', k) END AS value",
     )
     single = raw.where("k = 1").selectExpr("'pending' AS kind", "array(kafka) AS source", "time")
-    whole = matches.unionByName(single, allowMissingColumns=True).selectExpr("*", "0 AS bucket")
-    sorted_rows = whole.repartitionById(1, "bucket").sortWithinPartitions("kind", "time").persist()
+    all_rows = matches.unionByName(single, allowMissingColumns=True).selectExpr("*", "0 AS bucket")
+    sorted_rows = all_rows.repartitionById(1, "bucket").sortWithinPartitions("kind", "time").persist()
     sources = sorted_rows.selectExpr("kind", "posexplode(source) AS (place, of)")
     sources.groupBy("kind").agg({"*": "count", "place": "sum"}).collect()
     outputs = sorted_rows.where("kind = 'out'").selectExpr("*", "monotonically_increasing_id() AS offset")

@@ -91,10 +91,13 @@ _IS_LOCAL = re.compile(r"local(\[|$)")
 which is too late for the daemon that forks them."""
 
 
-def _has_package(own: Mapping[str, str]) -> bool:
+def _has_package(properties: Mapping[str, str]) -> bool:
     """Whether Python workers are of this interpreter, and have this package from the start."""
-    python = own.get("spark.pyspark.python", os.environ.get("PYSPARK_PYTHON", sys.executable))
-    return python == sys.executable and _IS_LOCAL.match(own.get("spark.master", _DEFAULTS["spark.master"])) is not None
+    python = properties.get("spark.pyspark.python", os.environ.get("PYSPARK_PYTHON", sys.executable))
+    return (
+        python == sys.executable
+        and _IS_LOCAL.match(properties.get("spark.master", _DEFAULTS["spark.master"])) is not None
+    )
 
 
 def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = False) -> dict[str, str]:
@@ -104,9 +107,9 @@ def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = Fal
     downloads them the first time, unless ``spark:`` names a hadoop-aws. A remote Spark uses its own jars, except the shared
     server, which starts with these settings.
     """
-    own = {name if name.startswith("spark.") else f"spark.{name}": value for name, value in spark.items()}
+    properties = {name if name.startswith("spark.") else f"spark.{name}": value for name, value in spark.items()}
     log = Path(__file__).with_name("log4j2.properties").as_uri()
-    remote = own.get("spark.remote")
+    remote = properties.get("spark.remote")
     is_short = not long and remote != SHARED
     java = f"{_SHORT if is_short else _LONG} {_STACK} -Dlog4j2.configurationFile={log}"
     settings = _DEFAULTS | {"spark.driver.extraJavaOptions": java}
@@ -116,9 +119,9 @@ def spark_settings(spark: Mapping[str, str], lake: str = "", *, long: bool = Fal
         settings["spark.cleaner.periodicGC.interval"] = "20s"
     if remote not in (None, SHARED):
         del settings["spark.master"]
-    elif _has_package(own):
+    elif _has_package(properties):
         settings["spark.python.daemon.module"] = "zync_assets.spark.python_daemon"
-    settings |= own
+    settings |= properties
     if not storage.is_s3(lake):
         # By default Spark lists more than 32 files of a frame in a job. On a disk, the job takes longer than the list.
         settings.setdefault("spark.sql.sources.parallelPartitionDiscovery.threshold", "10000")

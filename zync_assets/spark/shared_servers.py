@@ -253,10 +253,10 @@ def _read(path: Path, kinds: _Kinds) -> dict[str, Any] | None:
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
     """Whole or not at all, for this user alone."""
-    new = path.with_name(path.name + ".new")
-    new.touch(mode=0o600)
-    new.write_text(json.dumps(content))
-    new.replace(path)
+    new_path = path.with_name(path.name + ".new")
+    new_path.touch(mode=0o600)
+    new_path.write_text(json.dumps(content))
+    new_path.replace(path)
 
 
 def _tail(folder: Path) -> str:

@@ -84,19 +84,20 @@ def listed_sql(sql: str, values: Sequence[str]) -> str:
     Parquet writes its filter as text for each file, and a list as nested as it is long. Several short lists, in a tree, make less
     text than a long one. Rows are compared with the long list first.
     """
-    found = f"{sql} IN ({', '.join(values)})" if values else "false"
+    condition = f"{sql} IN ({', '.join(values)})" if values else "false"
     if not MOST_IN < len(values) <= MOST_IN * _LISTS:
-        return found
+        return condition
     size = -(-len(values) // _LISTS)
     lists = [f"{sql} IN ({', '.join(values[at : at + size])})" for at in range(0, len(values), size)]
     while len(lists) > 1:
         lists = [f"({' OR '.join(lists[at : at + 2])})" for at in range(0, len(lists), 2)]
-    return f"{found} AND {lists[0]}"
+    return f"{condition} AND {lists[0]}"
 
 
-def search_sql(count: int, reached: Callable[[int], str]) -> str:
-    """How many of ``count`` ascending bounds a row has reached, by binary search. ``reached``: the number of a bound → SQL that
-    says whether the row has reached the bound.
+def search_sql(count: int, is_reached_sql: Callable[[int], str]) -> str:
+    """How many of ``count`` ascending bounds a row has reached, by binary search.
+
+    ``is_reached_sql``: the number of a bound → SQL that says whether the row has reached the bound.
 
     >>> search_sql(2, lambda at: f"x >= {(10, 20)[at]}")
     'IF(x >= 20, 2, IF(x >= 10, 1, 0))'
@@ -106,7 +107,7 @@ def search_sql(count: int, reached: Callable[[int], str]) -> str:
         if low == high:
             return str(low)
         middle = (low + high) // 2
-        return f"IF({reached(middle)}, {search(middle + 1, high)}, {search(low, middle)})"
+        return f"IF({is_reached_sql(middle)}, {search(middle + 1, high)}, {search(low, middle)})"
 
     return search(0, count)
 
@@ -159,8 +160,8 @@ def is_placeholder(column: str, kind: DataType, placeholder: str) -> str | None:
     if isinstance(kind, ArrayType):
         return " OR ".join(f"{column} <=> {form}" for form in _placeholder_arrays(kind.elementType, raw, text)) or None
     if isinstance(kind, MapType) and isinstance(kind.keyType, StringType) and isinstance(kind.valueType, StringType):
-        held = f"try_element_at({column}, {text_sql(text)}) = {text_sql(text)}"
-        return f"(size({column}) = 1 AND {held})"
+        item_test = f"try_element_at({column}, {text_sql(text)}) = {text_sql(text)}"
+        return f"(size({column}) = 1 AND {item_test})"
     return None
 
 
@@ -171,25 +172,25 @@ def placeholder_texts(placeholder: str) -> tuple[str, str]:
     return text, as_hstore
 
 
-def _placeholder_arrays(inner: DataType, raw: bytes, text: str) -> list[str]:
+def _placeholder_arrays(item_type: DataType, raw: bytes, text: str) -> list[str]:
     from pyspark.sql import types as T
 
-    numbers = [str(int.from_bytes([one], "big", signed=True)) for one in raw]
+    numbers = [str(int.from_bytes([byte], "big", signed=True)) for byte in raw]
     forms: list[list[str]] = []
-    if isinstance(inner, T.StringType):
-        forms = [[text_sql(text)], [text_sql(str(_uuid(raw)))], [text_sql(one) for one in numbers]]
-    elif isinstance(inner, T.BinaryType):
+    if isinstance(item_type, T.StringType):
+        forms = [[text_sql(text)], [text_sql(str(_uuid(raw)))], [text_sql(number) for number in numbers]]
+    elif isinstance(item_type, T.BinaryType):
         forms = [[_bytes_sql(raw)]]
-    elif isinstance(inner, T.DecimalType) and inner.precision >= 3:
+    elif isinstance(item_type, T.DecimalType) and item_type.precision >= 3:
         # The unscaled number is the byte.
-        digits = [f"{Decimal(one).scaleb(-inner.scale):f}" for one in numbers]
-        forms = [[f"CAST('{one}' AS {inner.simpleString()})" for one in digits]]
-    elif isinstance(inner, T.ByteType | T.ShortType | T.IntegerType | T.LongType | T.FloatType | T.DoubleType):
-        forms = [[f"CAST({one} AS {inner.simpleString()})" for one in numbers]]
-    elif isinstance(inner, T.DateType):
-        forms = [[f"date_from_unix_date({one})" for one in numbers]]
-    elif isinstance(inner, T.TimestampType):
-        forms = [[f"{unit}({one})" for one in numbers] for unit in ("timestamp_millis", "timestamp_micros")]
+        digits = [f"{Decimal(number).scaleb(-item_type.scale):f}" for number in numbers]
+        forms = [[f"CAST('{decimal}' AS {item_type.simpleString()})" for decimal in digits]]
+    elif isinstance(item_type, T.ByteType | T.ShortType | T.IntegerType | T.LongType | T.FloatType | T.DoubleType):
+        forms = [[f"CAST({number} AS {item_type.simpleString()})" for number in numbers]]
+    elif isinstance(item_type, T.DateType):
+        forms = [[f"date_from_unix_date({number})" for number in numbers]]
+    elif isinstance(item_type, T.TimestampType):
+        forms = [[f"{unit}({number})" for number in numbers] for unit in ("timestamp_millis", "timestamp_micros")]
     return [f"array({', '.join(form)})" for form in forms]
 
 

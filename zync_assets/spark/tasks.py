@@ -91,13 +91,13 @@ _ELEMENT = re.compile(r"\]\s*\.")
 
 @contextmanager
 def _with_settings(spark: SparkSession, settings: Mapping[str, str]) -> Generator[None]:
-    before = {name: spark.conf.get(name) for name in settings}
+    previous_values = {name: spark.conf.get(name) for name in settings}
     try:
         for name, value in settings.items():
             spark.conf.set(name, value)
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous_values.items():
             spark.conf.set(name, str(value))
 
 
@@ -113,16 +113,16 @@ def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list
 
     Errors are as ``frame_results`` has them. Within ``side_by_side`` the tasks share a Spark job, and several may share a task.
     """
-    shared: _SharedJobs | None = getattr(_thread, "jobs", None)
-    if shared is not None and count:
-        return shared.results(count, work)
+    shared_jobs: _SharedJobs | None = getattr(_thread, "jobs", None)
+    if shared_jobs is not None and count:
+        return shared_jobs.results(count, work)
 
-    def numbered(batches: Iterator[pa.RecordBatch]) -> list[tuple[int, T]]:
+    def numbered_results(batches: Iterator[pa.RecordBatch]) -> list[tuple[int, T]]:
         return [(index, work(index)) for batch in batches for index in batch.column(0).to_pylist()]
 
     if count == 0:
         return []
-    parts = frame_results(task_frame(spark, count), numbered, _task_failure)
+    parts = frame_results(task_frame(spark, count), numbered_results, _task_failure)
     return [result for _, result in sorted(chain.from_iterable(parts), key=itemgetter(0))]
 
 
@@ -152,11 +152,11 @@ def side_by_side(
     process ends. Each work with tasks in the job then raises SparkLost: the work may succeed when it runs alone. If the caller
     stops or is interrupted, works that wait for tasks end. The function waits for each other work up to its next ``run_tasks``.
     """
-    shared = _SharedJobs(len(works))
+    shared_jobs = _SharedJobs(len(works))
     together = min(_TASK_THREADS, max(1, _TASK_OFFSETS // max(1, offsets)))
 
     def run(work: Callable[[], T]) -> T:
-        _thread.jobs = shared
+        _thread.jobs = shared_jobs
         try:
             return work()
         finally:
@@ -166,15 +166,15 @@ def side_by_side(
         try:
             futures = [threads.submit(run, work) for work in works]
             for future in futures:
-                future.add_done_callback(shared.leave)
+                future.add_done_callback(shared_jobs.leave)
             tasks = slots(spark)
             for future in futures:
                 while not future.done():
-                    if requests := shared.take(future):
+                    if requests := shared_jobs.take(future):
                         _run_shared(spark, tasks, together, requests)
                 yield future
         finally:
-            shared.stop()
+            shared_jobs.stop()
             threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -218,10 +218,10 @@ class _SharedJobs:
         with self._changed:
             self._changed.wait_for(lambda: self._requests or future.done())
             until = time.monotonic() + _GATHERING_SECONDS
-            while len(self._requests) < min(self._works, THREADS) and (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
-            taken, self._requests = self._requests, []
-            return taken
+            while len(self._requests) < min(self._works, THREADS) and (seconds_left := until - time.monotonic()) > 0:
+                self._changed.wait(seconds_left)
+            requests, self._requests = self._requests, []
+            return requests
 
     def stop(self) -> None:
         with self._changed:
@@ -235,29 +235,36 @@ def _run_shared(spark: SparkSession, tasks: int, together: int, requests: Sequen
     """Run the tasks of some requests in one Spark job of ``tasks`` tasks at the most, and answer the requests. ``together``: the
     works that a Spark task does at a time."""
     works = [request.work for request in requests]
-    items = [(at, index) for at, request in enumerate(requests) for index in range(request.count)]
-    count = min(tasks, len(items))
+    request_tasks = [(at, index) for at, request in enumerate(requests) for index in range(request.count)]
+    count = min(tasks, len(request_tasks))
 
     def several(batches: Iterator[pa.RecordBatch]) -> list[tuple[int, object]]:
-        mine = [
-            at for batch in batches for task in batch.column(0).to_pylist() for at in range(task, len(items), count)
+        positions = [
+            at
+            for batch in batches
+            for task in batch.column(0).to_pylist()
+            for at in range(task, len(request_tasks), count)
         ]
         with ThreadPoolExecutor(together) as threads:
             return list(
-                zip(mine, threads.map(lambda at: _outcome(works[items[at][0]], items[at][1]), mine), strict=True)
+                zip(
+                    positions,
+                    threads.map(lambda at: _outcome(works[request_tasks[at][0]], request_tasks[at][1]), positions),
+                    strict=True,
+                )
             )
 
     try:
-        found = dict(chain.from_iterable(frame_results(task_frame(spark, count), several, _task_failure)))
+        result_by_position = dict(chain.from_iterable(frame_results(task_frame(spark, count), several, _task_failure)))
     except BaseException as error:
-        lost = SparkLost(str(error)) if len(requests) > 1 and not isinstance(error, SetupError) else error
+        loss = SparkLost(str(error)) if len(requests) > 1 and not isinstance(error, SetupError) else error
         for request in requests:
-            request.results.set_exception(lost if isinstance(error, ZyncError) else CancelledError())
+            request.results.set_exception(loss if isinstance(error, ZyncError) else CancelledError())
         if not isinstance(error, ZyncError):
             raise
         return
     for at, request in enumerate(requests):
-        results = [found[number] for number, (of, _) in enumerate(items) if of == at]
+        results = [result_by_position[number] for number, (owner, _) in enumerate(request_tasks) if owner == at]
         errors = [result for result in results if isinstance(result, ZyncError)]
         if errors:
             request.results.set_exception(errors[0])
@@ -352,7 +359,7 @@ def tune_worker() -> None:
         gc.freeze()
 
 
-BATCH_BYTES, _BATCH_RECORDS = (f"spark.sql.execution.arrow.max{what}PerBatch" for what in ("Bytes", "Records"))
+BATCH_BYTES, _BATCH_RECORDS = (f"spark.sql.execution.arrow.max{unit}PerBatch" for unit in ("Bytes", "Records"))
 MEASURED = 1_000
 """Mean bytes of a record in its file from which on rows are measured on their way to Python."""
 _UNMEASURED = 1_000
@@ -366,11 +373,11 @@ def unmeasured(spark: SparkSession) -> Generator[None]:
     With a limit in bytes, Spark would measure the batch after each row. This walk over the columns takes longer than the
     rest of the work on the row.
     """
-    before = {name: str(spark.conf.get(name)) for name in (BATCH_BYTES, _BATCH_RECORDS)}
+    previous_values = {name: str(spark.conf.get(name)) for name in (BATCH_BYTES, _BATCH_RECORDS)}
     spark.conf.set(BATCH_BYTES, str(2**31 - 1))
-    spark.conf.set(_BATCH_RECORDS, str(min(_UNMEASURED, int(before[_BATCH_RECORDS]))))
+    spark.conf.set(_BATCH_RECORDS, str(min(_UNMEASURED, int(previous_values[_BATCH_RECORDS]))))
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous_values.items():
             spark.conf.set(name, value)
