@@ -49,7 +49,7 @@ def find_java() -> Path:
     needs. No JVM is started when the installation has a ``release`` file, as all OpenJDK builds do.
     """
     home = os.environ.get("JAVA_HOME")
-    executable = _of_home(Path(home)) if home else _on_path()
+    executable = _java_of_home(Path(home)) if home else _on_path()
     version = java_version(executable)
     match = re.match(r"(?:1\.)?(\d+)", version)
     major = int(match.group(1)) if match else 0
@@ -80,7 +80,7 @@ def _cure(home: str | None) -> str:
     return f"{INSTALL}, and set JAVA_HOME to its folder" + (f" (it is {home} now)." if home else ".")
 
 
-def _of_home(home: Path) -> Path:
+def _java_of_home(home: Path) -> Path:
     executable = home / "bin" / "java"
     if not os.access(executable, os.X_OK):
         raise SetupError(

@@ -151,8 +151,8 @@ def python_path() -> str:
     # Python takes an empty part for the current folder.
     paths = [str(Path(part).resolve()) for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     root = Path(zync_assets.__file__).resolve().parents[1]
-    own = [] if _is_installed(root) else [str(root)]
-    return os.pathsep.join(dict.fromkeys([*own, *paths]))
+    package_paths = [] if _is_installed(root) else [str(root)]
+    return os.pathsep.join(dict.fromkeys([*package_paths, *paths]))
 
 
 @functools.cache
@@ -160,9 +160,9 @@ def _is_installed(root: Path) -> bool:
     """Whether Python finds this package in ``root`` by itself. Of an editable install only Python knows."""
     if root.name in ("site-packages", "dist-packages"):
         return True
-    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     answer = subprocess.run(
-        [sys.executable, "-P", "-c", _ORIGIN], env=bare, capture_output=True, text=True, check=False
+        [sys.executable, "-P", "-c", _ORIGIN], env=environment, capture_output=True, text=True, check=False
     )
     return answer.stdout.strip() == str(root / "zync_assets" / "__init__.py")
 

@@ -82,23 +82,23 @@ def up(
     ports: dict[Name, int | None] = {"kafka": kafka_port, "registry": registry_port}
     with _folder_lock(home):
         state = _open(home, lake)
-        missing: list[Name] = [name for name in NAMES if not _runs(home, state, name, ports[name])]
+        missing_services: list[Name] = [name for name in NAMES if not _runs(home, state, name, ports[name])]
         for name in NAMES:
-            if name not in missing:
+            if name not in missing_services:
                 await_ready(home, state, name)
-        if not missing:
+        if not missing_services:
             return _services(home, state)
-        for name in missing:
+        for name in missing_services:
             check_free(name, ports[name])
         tool = java.find_java()
         setup = Setup(home, tool, java.resolve(tool), ports, broker_properties)
         try:
-            for name in missing:
+            for name in missing_services:
                 state = launch(setup, state, name)
-            for name in missing:
+            for name in missing_services:
                 state = settle(setup, state, name)
         except BaseException:
-            _stop(load(home), missing, gently=True)
+            _stop(load(home), missing_services, gently=True)
             raise
         return _services(home, state)
 
@@ -245,8 +245,8 @@ def demo_environment(services: Services | None = None) -> dict[str, str]:
 
 def addresses(services: Services) -> Mapping[str, str]:
     """The environment variables of the demo's pipeline file. A target database of the user's own stays as it is."""
-    own = {} if os.environ.get(TARGET_URL) else {TARGET_URL: str(services.lake / "warehouse.db")}
-    return own | {
+    target = {} if os.environ.get(TARGET_URL) else {TARGET_URL: str(services.lake / "warehouse.db")}
+    return target | {
         "KAFKA_BOOTSTRAP_SERVERS": services.bootstrap_servers,
         "SCHEMA_REGISTRY_URL": services.registry_url,
         "ZYNC_LAKE": str(services.lake),

@@ -74,8 +74,8 @@ def prepare_broker(
         "controller.quorum.voters": f"1@127.0.0.1:{controller_port}",
         "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
     }
-    more = {name: f"{own},{extra[name]}" for name, own in addresses.items() if name in extra}
-    settings = {**SETTINGS, **extra, **addresses, **more}
+    combined_addresses = {name: f"{address},{extra[name]}" for name, address in addresses.items() if name in extra}
+    settings = {**SETTINGS, **extra, **addresses, **combined_addresses}
     (folder / "server.properties").write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
     marker = folder / "formatted"
     if marker.exists():
@@ -213,20 +213,20 @@ def load(home: Path) -> State | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        data = json.loads(text)
-        if data["kind"] != KIND:
+        document = json.loads(text)
+        if document["kind"] != KIND:
             raise ValueError(f"kind is not {KIND!r}")
-        entries = {name: ServiceEntry(**data[name]) if data[name] else None for name in NAMES}
-        return State(lake=data["lake"], controller_port=data["controller_port"], **entries)
+        entries = {name: ServiceEntry(**document[name]) if document[name] else None for name in NAMES}
+        return State(lake=document["lake"], controller_port=document["controller_port"], **entries)
     except (ValueError, KeyError, TypeError) as error:
         raise SetupError(f"{path} can't be read ({error}): remove {home} or choose another folder.") from error
 
 
 def save(home: Path, state: State) -> None:
     """Write the state whole or not at all."""
-    new = home / (FILE + ".new")
-    new.write_text(json.dumps({"kind": KIND, **dataclasses.asdict(state)}, indent=2) + "\n")
-    new.replace(home / FILE)
+    new_path = home / (FILE + ".new")
+    new_path.write_text(json.dumps({"kind": KIND, **dataclasses.asdict(state)}, indent=2) + "\n")
+    new_path.replace(home / FILE)
 
 
 START_SECONDS = 120.0
@@ -276,8 +276,8 @@ def launch(setup: Setup, state: State, name: Name) -> State:
     """Start a service without waiting for it; the state with its port, token and pid, as it is on disk."""
     folder = setup.home / name
     folder.mkdir(exist_ok=True)
-    last = state.entry(name)
-    port = setup.ports[name] or _kept_or_free(last.port if last else None)
+    last_entry = state.entry(name)
+    port = setup.ports[name] or _kept_or_free(last_entry.port if last_entry else None)
     if name == "kafka":
         state = dataclasses.replace(state, controller_port=_kept_or_free(state.controller_port))
     entry = ServiceEntry(port, token=secrets.token_hex(8))
@@ -342,16 +342,16 @@ def _prepare(setup: Setup, state: State, name: Name, entry: ServiceEntry) -> lis
     return broker_command(setup.java, setup.jars.kafka, entry.token)
 
 
-def _kept_or_free(last: int | None) -> int:
-    if last is None:
+def _kept_or_free(last_port: int | None) -> int:
+    if last_port is None:
         return processes.free_port()
     # A server that was killed a moment ago may hold its port a moment longer.
     deadline = time.monotonic() + KEPT_SECONDS
-    while not processes.port_is_free(last):
+    while not processes.port_is_free(last_port):
         if time.monotonic() > deadline:
             return processes.free_port()
         time.sleep(0.05)
-    return last
+    return last_port
 
 
 def _read_log(home: Path, name: Name) -> str:
