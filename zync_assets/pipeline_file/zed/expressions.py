@@ -94,9 +94,15 @@ class Compiler:
             case Elements(items, place):
                 return self._array([self.term(item, this) for item in items], place)
             case Unary("-", operand, place):
-                inner = self.term(operand, this)
-                self.demands.demand(inner, NUMBERS, place, "is the operand of `-`")
-                return Term(f"-{inner.within(ATOM)}", inner.kind or "number", NEGATION, inner.paths, inner.sure)
+                operand_term = self.term(operand, this)
+                self.demands.demand(operand_term, NUMBERS, place, "is the operand of `-`")
+                return Term(
+                    f"-{operand_term.within(ATOM)}",
+                    operand_term.kind or "number",
+                    NEGATION,
+                    operand_term.paths,
+                    operand_term.sure,
+                )
             case Binary("+" | "-" | "*" | "/" | "%", left, right, place):
                 return self._arithmetic(node.operator, self.term(left, this), self.term(right, this), place)
             case Choice(cases, otherwise, place):
@@ -116,15 +122,15 @@ class Compiler:
         if isinstance(value, OpenRecord):
             cure = "name the fields, or put the record into key or value of `out`"
             raise ZedProblem(place, f"a record with the fields of its topic can't stand in an expression; {cure}")
-        inner = (f"{text_sql(name)}, {self.as_term(part, place).sql}" for name, part in value.fields.items())
-        return Term(f"named_struct({', '.join(inner)})", "record", sure=True)
+        arguments = (f"{text_sql(name)}, {self.as_term(part, place).sql}" for name, part in value.fields.items())
+        return Term(f"named_struct({', '.join(arguments)})", "record", sure=True)
 
     def condition(self, node: Node, this: Value, *, positive: bool) -> Term:
         """A condition that is true or false and never null. ``positive``: null may stand for false."""
         match node:
             case Unary("!", operand):
-                inner = self.condition(operand, this, positive=False)
-                return Term(f"NOT {inner.within(NOT)}", "bool", NOT, sure=True)
+                operand_term = self.condition(operand, this, positive=False)
+                return Term(f"NOT {operand_term.within(NOT)}", "bool", NOT, sure=True)
             case Binary("and" | "or", left, right):
                 level = AND if node.operator == "and" else OR
                 sides = [self.condition(side, this, positive=positive) for side in (left, right)]
@@ -136,13 +142,13 @@ class Compiler:
                 sides = self._types(left, right, this) or (self.term(left, this), self.term(right, this))
                 return self._comparison(node.operator, *sides, place, positive)
             case _:
-                found = self.term(node, this)
-                self.demands.demand(found, ("bool",), node.place, "is a condition")
-                if found.kind == "null":
+                condition = self.term(node, this)
+                self.demands.demand(condition, ("bool",), node.place, "is a condition")
+                if condition.kind == "null":
                     raise ZedProblem(node.place, "null is no condition; write true or false")
-                if found.sure or positive:
-                    return found
-                return Term(f"coalesce({found.sql}, false)", "bool", sure=True)
+                if condition.sure or positive:
+                    return condition
+                return Term(f"coalesce({condition.sql}, false)", "bool", sure=True)
 
     def _record(self, node: RecordLiteral, this: Value) -> Value:
         edits: list[FieldEdit] = []
@@ -150,13 +156,13 @@ class Compiler:
             if not isinstance(element, Spread):
                 edits.append(FieldEdit("put", element[0], self.value(element[1], this)))
                 continue
-            inner = self.value(element.record, this)
-            if isinstance(inner, FieldRef):
-                edits.append(FieldEdit("keep", value=inner))
-            elif isinstance(inner, ClosedRecord):
-                edits += [FieldEdit("put", name, part) for name, part in inner.fields.items()]
-            elif isinstance(inner, OpenRecord) and at == 0:
-                edits += inner.edits
+            record = self.value(element.record, this)
+            if isinstance(record, FieldRef):
+                edits.append(FieldEdit("keep", value=record))
+            elif isinstance(record, ClosedRecord):
+                edits += [FieldEdit("put", name, part) for name, part in record.fields.items()]
+            elif isinstance(record, OpenRecord) and at == 0:
+                edits += record.edits
             else:
                 cure = "spread the record first, or name the fields"
                 raise ZedProblem(element.place, f"`...` takes a record of the topic here; {cure}")
@@ -180,13 +186,13 @@ class Compiler:
         return Term(sql, "array", sure=True)
 
     def _choice(self, cases: Sequence[tuple[Node, Node]], otherwise: Node, this: Value, place: ZedPlace) -> Term:
-        made = [(self.condition(test, this, positive=True), self.term(then, this)) for test, then in cases]
-        last = self.term(otherwise, this)
-        results = [*(then for _, then in made), last]
+        when_terms = [(self.condition(test, this, positive=True), self.term(outcome, this)) for test, outcome in cases]
+        default = self.term(otherwise, this)
+        results = [*(outcome for _, outcome in when_terms), default]
         kind = self.demands.alike(results, place, "a choice")
-        whens = " ".join(f"WHEN {test.sql} THEN {then.sql}" for test, then in made)
+        whens = " ".join(f"WHEN {test.sql} THEN {outcome.sql}" for test, outcome in when_terms)
         sure = all(term.sure for term in results)
-        return Term(f"CASE {whens} ELSE {last.sql} END", kind.kind, paths=kind.paths, sure=sure)
+        return Term(f"CASE {whens} ELSE {default.sql} END", kind.kind, paths=kind.paths, sure=sure)
 
     def _arithmetic(self, operator: str, left: Term, right: Term, place: ZedPlace) -> Term:
         kinds = (left.kind, right.kind)
@@ -212,24 +218,24 @@ class Compiler:
         if operator == "/":
             return _quotient(left, right, place)
         level = SUM if operator in "+-" else PRODUCT
-        one = _operand(left, level)
-        two = _operand(right, level + 1)
+        left_sql = _operand(left, level)
+        right_sql = _operand(right, level + 1)
         kind = "int" if kinds == ("int", "int") else "float" if "float" in kinds else "number"
-        return Term(f"{one} {operator} {two}", kind, level, sure=True)
+        return Term(f"{left_sql} {operator} {right_sql}", kind, level, sure=True)
 
     def _call(self, node: FunctionCall, this: Value) -> Term:
         name, arguments, place = node.name, node.arguments, node.place
         if name == "is" and len(arguments) == 2:
-            return self._comparison("==", *self._types_of(arguments[0], arguments[1], this), place, positive=False)
+            return self._comparison("==", *self._operand_types(arguments[0], arguments[1], this), place, positive=False)
         if name != "cast" or len(arguments) != 2:
             return function(self.demands, name, [self.term(argument, this) for argument in arguments], place)
-        given, target = arguments
+        operand, target = arguments
         if isinstance(target, Type):
-            return cast(self.demands, self.term(given, this), target, place)
+            return cast(self.demands, self.term(operand, this), target, place)
         if isinstance(target, Constant) and target.kind == "text":
             # A named type has the values of the type that it names.
-            return self.term(given, this)
-        if self.term(given, this).constant != "null":
+            return self.term(operand, this)
+        if self.term(operand, this).constant != "null":
             cure = "write the type, such as cast(value, <int64>)"
             raise ZedProblem(place, f"Spark SQL can cast nothing but null to the type of another field; {cure}")
         if not isinstance(target, FunctionCall) or target.name != "typeof" or len(target.arguments) != 1:
@@ -238,16 +244,19 @@ class Compiler:
         self.value(target.arguments[0], this)
         return NULL
 
-    def _types_of(self, given: Node, type: Node, this: Value) -> tuple[Term, Term]:
-        one, two = self.type_name(FunctionCall("typeof", (given,), given.place), this), self.type_name(type, this)
-        if one is None or two is None:
+    def _operand_types(self, operand: Node, type: Node, this: Value) -> tuple[Term, Term]:
+        operand_type, target_type = (
+            self.type_name(FunctionCall("typeof", (operand,), operand.place), this),
+            self.type_name(type, this),
+        )
+        if operand_type is None or target_type is None:
             raise ZedProblem(type.place, "the second argument of `is` must be a type, such as <int64>")
-        return one, two
+        return operand_type, target_type
 
     def _types(self, left: Node, right: Node, this: Value) -> tuple[Term, Term] | None:
         """The two sides of a comparison of types, as the names that Spark's typeof gives."""
-        both = [self.type_name(side, this) for side in (left, right)]
-        return None if both[0] is None or both[1] is None else (both[0], both[1])
+        names = [self.type_name(side, this) for side in (left, right)]
+        return None if names[0] is None or names[1] is None else (names[0], names[1])
 
     def type_name(self, node: Node, this: Value) -> Term | None:
         if isinstance(node, FunctionCall) and node.name == "typeof" and len(node.arguments) == 1:
@@ -262,33 +271,35 @@ class Compiler:
     def _comparison(self, operator: str, left: Term, right: Term, place: ZedPlace, positive: bool) -> Term:
         nulls = [side for side in (left, right) if side.kind == "null" and side.constant == "null"]
         if nulls:
-            other = right if left is nulls[0] else left
-            if other.constant is not None:
-                both = other.constant == "null"
-                return TRUE if both == (operator in ("==", "<=", ">=")) and operator not in "<>" else FALSE
+            operand = right if left is nulls[0] else left
+            if operand.constant is not None:
+                is_null = operand.constant == "null"
+                return TRUE if is_null == (operator in ("==", "<=", ">=")) and operator not in "<>" else FALSE
             if operator in "<>":
                 return FALSE
             word = "IS NOT NULL" if operator == "!=" else "IS NULL"
-            return Term(f"{other.within(SUM)} {word}", "bool", COMPARISON, sure=True)
+            return Term(f"{operand.within(SUM)} {word}", "bool", COMPARISON, sure=True)
         if "duration" in (left.kind, right.kind):
             raise ZedProblem(place, _DURATIONS)
         if differ(left, right):
             # As in Zed: values of two types are never equal, and neither is less.
             return TRUE if operator == "!=" else FALSE
         self.demands.same(left, right, place)
-        one, two = left.within(SUM), right.within(SUM)
+        left_sql, right_sql = left.within(SUM), right.within(SUM)
         literal = left.sure or right.sure
         sure = left.sure and right.sure
         if operator in ("==", "!="):
-            plain = sure or (positive and literal and operator == "==")
-            equal = Term(f"{one} {'=' if plain else '<=>'} {two}", "bool", COMPARISON, sure=not plain or sure)
+            is_plain = sure or (positive and literal and operator == "==")
+            equal = Term(
+                f"{left_sql} {'=' if is_plain else '<=>'} {right_sql}", "bool", COMPARISON, sure=not is_plain or sure
+            )
             return equal if operator == "==" else Term(f"NOT {equal.sql}", "bool", NOT, sure=True)
-        less = Term(f"{one} {operator} {two}", "bool", COMPARISON, sure=sure)
+        less = Term(f"{left_sql} {operator} {right_sql}", "bool", COMPARISON, sure=sure)
         if sure or (positive and (literal or operator in "<>")):
             return less
         if literal or operator in "<>":
             return Term(f"coalesce({less.sql}, false)", "bool", sure=True)
-        return Term(f"coalesce({less.sql}, {one} IS NULL AND {two} IS NULL)", "bool", sure=True)
+        return Term(f"coalesce({less.sql}, {left_sql} IS NULL AND {right_sql} IS NULL)", "bool", sure=True)
 
     def _in(self, item: Term, container: Node, this: Value, place: ZedPlace, positive: bool) -> Term:
         if not isinstance(container, Elements):
@@ -301,15 +312,17 @@ class Compiler:
         if differ(kind, item):
             return FALSE
         self.demands.same(item, replace(item, kind=kind.kind, paths=kind.paths), place)
-        others = [value for value in values if value.constant != "null"]
+        present_values = [value for value in values if value.constant != "null"]
         tests: list[Term] = []
-        if others and all(value.sure for value in others):
-            inside = Term(f"{item.within(SUM)} IN ({', '.join(value.sql for value in others)})", "bool", COMPARISON)
-            plain = item.sure or (positive and len(others) == len(values))
-            tests.append(inside if plain else Term(f"coalesce({inside.sql}, false)", "bool"))
+        if present_values and all(value.sure for value in present_values):
+            inside = Term(
+                f"{item.within(SUM)} IN ({', '.join(value.sql for value in present_values)})", "bool", COMPARISON
+            )
+            is_plain = item.sure or (positive and len(present_values) == len(values))
+            tests.append(inside if is_plain else Term(f"coalesce({inside.sql}, false)", "bool"))
         else:
-            tests += [self._comparison("==", item, value, place, positive) for value in others]
-        if len(others) < len(values):
+            tests += [self._comparison("==", item, value, place, positive) for value in present_values]
+        if len(present_values) < len(values):
             tests.append(self._comparison("==", item, NULL, place, positive))
         if not tests:
             return FALSE
@@ -322,11 +335,11 @@ def _operand(side: Term, level: int) -> str:
 
 
 def _quotient(left: Term, right: Term, place: ZedPlace) -> Term:
-    one, two = _operand(left, PRODUCT), _operand(right, PRODUCT + 1)
+    left_sql, right_sql = _operand(left, PRODUCT), _operand(right, PRODUCT + 1)
     if left.kind == right.kind == "int":
-        return Term(f"{one} div {two}", "int", PRODUCT, sure=True)
+        return Term(f"{left_sql} div {right_sql}", "int", PRODUCT, sure=True)
     if "float" in (left.kind, right.kind):
-        return Term(f"CAST({one} AS DOUBLE) / {two}", "float", PRODUCT, sure=True)
+        return Term(f"CAST({left_sql} AS DOUBLE) / {right_sql}", "float", PRODUCT, sure=True)
     cure = "write int64(…) or float64(…) around it"
     raise ZedProblem(
         place, f"`/` divides whole numbers in another way than others, and the type is not plain here; {cure}"
@@ -363,8 +376,8 @@ def _constant(node: Constant) -> Term:
 
 def _float(digits: str) -> str:
     mantissa, mark, exponent = digits.lower().partition("e")
-    whole, _, part = mantissa.partition(".")
-    return f"{whole or '0'}.{part or '0'}{mark}{exponent}"
+    integer_part, _, part = mantissa.partition(".")
+    return f"{integer_part or '0'}.{part or '0'}{mark}{exponent}"
 
 
 def _time(node: Constant) -> str:

@@ -25,38 +25,38 @@ _CASTABLE = {
 _INTEGERS = "('tinyint', 'smallint', 'int', 'bigint')"
 
 
-def cast(demands: Demands, given: Term, target: Type, place: ZedPlace) -> Term:
+def cast(demands: Demands, term: Term, target: Type, place: ZedPlace) -> Term:
     """A value as another type."""
     kind, sql = type_kind(target), type_sql(target)
-    if given.constant == "null":
+    if term.constant == "null":
         return Term(f"CAST(NULL AS {sql})", kind, constant="null")
     if kind in ("record", "array"):
         raise ZedProblem(place, "a cast to a record or an array is not supported; cast each field")
-    if kind == "text" and given.kind in ("float", "time"):
+    if kind == "text" and term.kind in ("float", "time"):
         cure = (
-            "strftime(…) for a time" if given.kind == "time" else "in Spark SQL: format_number(…) or CAST(… AS STRING)"
+            "strftime(…) for a time" if term.kind == "time" else "in Spark SQL: format_number(…) or CAST(… AS STRING)"
         )
         raise ZedProblem(place, f"Zed writes such a value in another way than Spark SQL; {cure}")
-    demands.demand(given, _CASTABLE[kind], place, f"is cast to {target.name}")
-    if kind == given.kind == "text" or (kind == given.kind == "time"):
-        return given
-    text = f"CAST({given.sql} AS STRING)"
+    demands.demand(term, _CASTABLE[kind], place, f"is cast to {target.name}")
+    if kind == term.kind == "text" or (kind == term.kind == "time"):
+        return term
+    text = f"CAST({term.sql} AS STRING)"
     if kind == "time":
         number = f"timestamp_micros(CAST({text} AS BIGINT) div 1000L)"
-        if given.kind in NUMBERS:
-            return Term(f"timestamp_micros({given.within(PRODUCT)} div 1000L)", kind)
-        if given.kind == "text":
-            return Term(f"CAST({given.sql} AS TIMESTAMP)", kind)
-        return Term(f"IF(typeof({given.sql}) IN {_INTEGERS}, {number}, CAST({text} AS TIMESTAMP))", kind)
-    plain = Term(f"CAST({given.sql} AS {sql})", kind, sure=given.sure)
-    if kind != "int" or given.kind in (*NUMBERS, "text"):
-        return plain
+        if term.kind in NUMBERS:
+            return Term(f"timestamp_micros({term.within(PRODUCT)} div 1000L)", kind)
+        if term.kind == "text":
+            return Term(f"CAST({term.sql} AS TIMESTAMP)", kind)
+        return Term(f"IF(typeof({term.sql}) IN {_INTEGERS}, {number}, CAST({text} AS TIMESTAMP))", kind)
+    plain_cast = Term(f"CAST({term.sql} AS {sql})", kind, sure=term.sure)
+    if kind != "int" or term.kind in (*NUMBERS, "text"):
+        return plain_cast
     nanos = f"unix_micros(CAST({text} AS TIMESTAMP)) * 1000L"
     if sql != "BIGINT":
         nanos = f"CAST({nanos} AS {sql})"
-    if given.kind == "time":
-        return Term(f"unix_micros({given.sql}) * 1000L", kind, PRODUCT)
-    return Term(f"IF(typeof({given.sql}) = 'timestamp', {nanos}, {plain.sql})", kind)
+    if term.kind == "time":
+        return Term(f"unix_micros({term.sql}) * 1000L", kind, PRODUCT)
+    return Term(f"IF(typeof({term.sql}) = 'timestamp', {nanos}, {plain_cast.sql})", kind)
 
 
 def function(demands: Demands, name: str, terms: Sequence[Term], place: ZedPlace) -> Term:
@@ -70,11 +70,11 @@ def function(demands: Demands, name: str, terms: Sequence[Term], place: ZedPlace
     if name not in _FUNCTIONS:
         cure = suggestion(name, (*_FUNCTIONS, *TYPES)) or f"; known here: {', '.join(_FUNCTIONS)}"
         raise ZedProblem(place, f"the function `{name}` is not supported{cure}")
-    least, most, made = _FUNCTIONS[name]
+    least, most, build = _FUNCTIONS[name]
     if not least <= len(terms) <= most:
-        some = str(least) if least == most else f"{least} to {most}" if most < 99 else f"at least {least}"
-        raise ZedProblem(place, f"`{name}` takes {some} argument{'s' * (most != 1)}, not {len(terms)}")
-    return made(demands, terms, place)
+        range_text = str(least) if least == most else f"{least} to {most}" if most < 99 else f"at least {least}"
+        raise ZedProblem(place, f"`{name}` takes {range_text} argument{'s' * (most != 1)}, not {len(terms)}")
+    return build(demands, terms, place)
 
 
 _UNSIGNED = ("uint8", "uint16", "uint32", "uint64", "float16", "duration", "ip", "net")
@@ -111,60 +111,60 @@ _CURES = {
 }
 
 
-def _text(sql: str, kind: str = "text", others: int = 0) -> Callable[[Demands, Sequence[Term], ZedPlace], Term]:
-    """A function of texts. ``others``: the arguments after the first ones that are no texts."""
+def _text(sql: str, kind: str = "text", other_count: int = 0) -> Callable[[Demands, Sequence[Term], ZedPlace], Term]:
+    """A function of texts. ``other_count``: the arguments after the first ones that are no texts."""
 
-    def made(demands: Demands, terms: Sequence[Term], place: ZedPlace) -> Term:
-        for term in terms[: len(terms) - others]:
+    def build(demands: Demands, terms: Sequence[Term], place: ZedPlace) -> Term:
+        for term in terms[: len(terms) - other_count]:
             demands.demand(term, ("text",), place, "is an argument of a function of texts")
         return Term(sql.format(*(term.sql for term in terms)), kind, sure=all(term.sure for term in terms))
 
-    return made
+    return build
 
 
 def _number(sql: str, kind: str | None = None) -> Callable[[Demands, Sequence[Term], ZedPlace], Term]:
     """A function of numbers, with a null taken as 0. ``kind``: of the result, None: of the first argument."""
 
-    def made(demands: Demands, terms: Sequence[Term], place: ZedPlace) -> Term:
+    def build(demands: Demands, terms: Sequence[Term], place: ZedPlace) -> Term:
         for term in terms:
             demands.demand(term, NUMBERS, place, "is an argument of a function of numbers")
         parts = (term.sql if term.sure else f"coalesce({term.sql}, 0Y)" for term in terms)
         return Term(sql.format(*parts), kind or terms[0].kind or "number", sure=True)
 
-    return made
+    return build
 
 
-def _rounded(name: str) -> Callable[[Demands, Sequence[Term], ZedPlace], Term]:
-    def made(demands: Demands, terms: Sequence[Term], place: ZedPlace) -> Term:
-        given = terms[0]
-        demands.demand(given, NUMBERS, place, f"is the argument of {name}")
-        if given.kind == "int":
-            return given
-        if given.kind != "float":
+def _rounding(name: str) -> Callable[[Demands, Sequence[Term], ZedPlace], Term]:
+    def build(demands: Demands, terms: Sequence[Term], place: ZedPlace) -> Term:
+        number = terms[0]
+        demands.demand(number, NUMBERS, place, f"is the argument of {name}")
+        if number.kind == "int":
+            return number
+        if number.kind != "float":
             raise ZedProblem(place, f"`{name}` needs a number of a plain type; write {name}(float64(…))")
-        return Term(f"CAST({name}({given.sql}) AS DOUBLE)", "float", sure=given.sure)
+        return Term(f"CAST({name}({number.sql}) AS DOUBLE)", "float", sure=number.sure)
 
-    return made
+    return build
 
 
 def _len(demands: Demands, terms: Sequence[Term], place: ZedPlace) -> Term:
-    given = terms[0]
-    if given.kind == "array":
-        return Term(f"CAST(coalesce(size({given.sql}), 0) AS BIGINT)", "int", sure=True)
+    argument = terms[0]
+    if argument.kind == "array":
+        return Term(f"CAST(coalesce(size({argument.sql}), 0) AS BIGINT)", "int", sure=True)
     cure = "the length of a text; in Spark SQL size(array) is the length of an array"
-    demands.demand(given, ("text", "bytes"), place, f"is the argument of len, which is {cure}")
-    return Term(f"CAST(coalesce(octet_length({given.sql}), 0) AS BIGINT)", "int", sure=True)
+    demands.demand(argument, ("text", "bytes"), place, f"is the argument of len, which is {cure}")
+    return Term(f"CAST(coalesce(octet_length({argument.sql}), 0) AS BIGINT)", "int", sure=True)
 
 
 def _split(demands: Demands, terms: Sequence[Term], place: ZedPlace) -> Term:
-    given, mark = terms
-    demands.demand(given, ("text",), place, "is an argument of split")
+    text, mark = terms
+    demands.demand(text, ("text",), place, "is an argument of split")
     if mark.kind != "text" or not mark.constant:
         raise ZedProblem(
             place, "split takes a separator in quotes, which is not empty; in Spark SQL: split(text, pattern)"
         )
     pattern = re.sub(r"([^A-Za-z0-9])", r"\\\1", mark.constant)
-    return Term(f"split({given.sql}, {text_sql(pattern)})", "array", sure=given.sure)
+    return Term(f"split({text.sql}, {text_sql(pattern)})", "array", sure=text.sure)
 
 
 def _replace(demands: Demands, terms: Sequence[Term], place: ZedPlace) -> Term:
@@ -180,14 +180,16 @@ def _join(demands: Demands, terms: Sequence[Term], place: ZedPlace) -> Term:
 
 
 def _coalesce(demands: Demands, terms: Sequence[Term], place: ZedPlace) -> Term:
-    found = demands.alike(terms, place, "coalesce")
+    common_term = demands.alike(terms, place, "coalesce")
     sql = f"coalesce({', '.join(term.sql for term in terms)})"
-    return Term(sql, found.kind, paths=found.paths, sure=any(term.sure for term in terms))
+    return Term(sql, common_term.kind, paths=common_term.paths, sure=any(term.sure for term in terms))
 
 
 def _log(demands: Demands, terms: Sequence[Term], place: ZedPlace) -> Term:
-    made = _number("{}")(demands, terms, place)
-    return Term(f"ln(CAST(IF({made.sql} > 0, {made.sql}, raise_error('log: illegal argument')) AS DOUBLE))", "float")
+    number = _number("{}")(demands, terms, place)
+    return Term(
+        f"ln(CAST(IF({number.sql} > 0, {number.sql}, raise_error('log: illegal argument')) AS DOUBLE))", "float"
+    )
 
 
 _DIRECTIVES = {
@@ -228,16 +230,20 @@ def _strftime(demands: Demands, terms: Sequence[Term], place: ZedPlace) -> Term:
     for match in re.finditer(r"%.?|[^%]+", form.constant, re.DOTALL):
         part = match[0]
         if part.startswith("%") and part[1:] not in _DIRECTIVES:
-            known = " ".join(f"%{name}" for name in _DIRECTIVES)
-            raise ZedProblem(place, f"`{part}` is not supported; known here: {known}")
+            directives = " ".join(f"%{name}" for name in _DIRECTIVES)
+            raise ZedProblem(place, f"`{part}` is not supported; known here: {directives}")
         known_part = _DIRECTIVES[part[1:]] if part.startswith("%") else part
-        plain = not part.startswith("%") or part[1:] in _LITERAL
-        if plain and parts and parts[-1][1]:
+        is_literal = not part.startswith("%") or part[1:] in _LITERAL
+        if is_literal and parts and parts[-1][1]:
             parts[-1] = (parts[-1][0] + known_part, True)
         else:
-            parts.append((known_part, plain))
-    quoted = (f"'{doubled}'" if plain else text for text, plain in parts for doubled in [text.replace("'", "''")])
-    pattern = "".join(quoted)
+            parts.append((known_part, is_literal))
+    quoted_parts = (
+        f"'{quoted_text}'" if is_literal else text
+        for text, is_literal in parts
+        for quoted_text in [text.replace("'", "''")]
+    )
+    pattern = "".join(quoted_parts)
     return Term(f"date_format({moment.sql}, {text_sql(pattern)})", "text", sure=moment.sure)
 
 
@@ -261,8 +267,8 @@ _FUNCTIONS: dict[str, tuple[int, int, Callable[[Demands, Sequence[Term], ZedPlac
     "split": (2, 2, _split),
     "join": (1, 2, _join),
     "abs": (1, 1, _number("abs({})")),
-    "ceil": (1, 1, _rounded("ceil")),
-    "floor": (1, 1, _rounded("floor")),
+    "ceil": (1, 1, _rounding("ceil")),
+    "floor": (1, 1, _rounding("floor")),
     "round": (1, 1, _number("round({})")),
     "sqrt": (1, 1, _number("sqrt(CAST({} AS DOUBLE))", "float")),
     "pow": (2, 2, _number("pow(CAST({} AS DOUBLE), CAST({} AS DOUBLE))", "float")),
@@ -285,8 +291,8 @@ def micros(text: str, place: ZedPlace) -> int:
     """A duration literal in microseconds. ZedProblem for one with parts of a microsecond."""
     total = 0
     for number, unit in re.findall(r"([0-9]+(?:\.[0-9]+)?)(ns|us|ms|s|m|h|d|w|y)", text):
-        whole, _, part = number.partition(".")
-        total += int(f"{whole}{part}") * _UNITS[unit] // 10 ** len(part)
+        integer_part, _, part = number.partition(".")
+        total += int(f"{integer_part}{part}") * _UNITS[unit] // 10 ** len(part)
     if total % 1000 or not 0 < total // 1000 < 2**53:
         raise ZedProblem(place, f"`{text}` must be whole microseconds; Spark's times have no parts of them")
     return total // 1000

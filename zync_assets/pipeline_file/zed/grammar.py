@@ -202,8 +202,8 @@ def _tree(text: str, start: str) -> Tree[Token]:
             raise ZedProblem(_end(text), "something is missing at the end") from None
         raise ZedProblem(ZedPlace(error.line, error.column), _refusal(str(error.token))) from None
     except UnexpectedCharacters as error:
-        rest = text[error.pos_in_stream :]
-        raise ZedProblem(ZedPlace(error.line, error.column), _refusal(rest[:1])) from None
+        remainder = text[error.pos_in_stream :]
+        raise ZedProblem(ZedPlace(error.line, error.column), _refusal(remainder[:1])) from None
     except UnexpectedInput:
         raise ZedProblem(_end(text), "does not parse") from None
 
@@ -223,9 +223,9 @@ _REFUSALS = {
 }
 
 
-def _refusal(found: str) -> str:
-    reason = _REFUSALS.get(found.lower(), "can't stand there")
-    return f"`{found[:40]}` {reason}"
+def _refusal(token_text: str) -> str:
+    reason = _REFUSALS.get(token_text.lower(), "can't stand there")
+    return f"`{token_text[:40]}` {reason}"
 
 
 def _end(text: str) -> ZedPlace:
@@ -309,8 +309,8 @@ def _node(part: Part | None) -> Node:
         case "typed_call":
             return FunctionCall("cast", (_node(children[3]), _type(children[1])), place)
         case "typed_null":
-            inner = next(item for item in _trees(part))
-            return FunctionCall("cast", (Constant("null", "null", place), _type(inner)), place)
+            type_tree = next(item for item in _trees(part))
+            return FunctionCall("cast", (Constant("null", "null", place), _type(type_tree)), place)
         case "type_value":
             return _type(children[1])
         case "unary":

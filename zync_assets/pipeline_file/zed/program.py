@@ -58,13 +58,13 @@ def compile_program(text: str, sides: Sequence[str]) -> ZedOutput:
     compiler = Compiler(Demands())
     try:
         for operator in parse_program(text):
-            this = _applied(operator, this, compiler)
+            this = _operator_result(operator, this, compiler)
         key, value = (_part(this, name) for name in _PARTS)
         shapes = _Shapes(compiler)
         return ZedOutput(
             shapes.shape(key, ("key",)),
             shapes.shape(value, ("value",)),
-            tuple(dict.fromkeys(compiler.demands.found)),
+            tuple(dict.fromkeys(compiler.demands.entries)),
             tuple(shapes.records),
         )
     except RecursionError:
@@ -80,22 +80,22 @@ def _part(this: Value, name: str) -> Value:
     if isinstance(out, Term):
         raise ZedProblem(START, f"`out` is no record; {cure}")
     if isinstance(out, ClosedRecord):
-        if others := [f"`{field}`" for field in out.fields if field not in (*_PARTS, "kafka")]:
-            raise ZedProblem(START, f"`out` has {', '.join(others)}; a record of a topic has key and value alone")
+        if other_fields := [f"`{field}`" for field in out.fields if field not in (*_PARTS, "kafka")]:
+            raise ZedProblem(START, f"`out` has {', '.join(other_fields)}; a record of a topic has key and value alone")
         if name not in out.fields:
             null = "records without a key" if name == "key" else "a tombstone"
             raise ZedProblem(START, f"`out` has no `{name}`; write `{name}: null` for {null}")
     return member(out, name, START)
 
 
-def _applied(operator: Operator, this: Value, compiler: Compiler) -> Value:
+def _operator_result(operator: Operator, this: Value, compiler: Compiler) -> Value:
     """What an operator makes of ``this``."""
     match operator.name:
         case "pass":
             return this
         case "yield":
-            node, *others = (node for _, node in operator.pairs)
-            if others:
+            node, *other_nodes = (node for _, node in operator.pairs)
+            if other_nodes:
                 cure = "write a rule for each, or a rule of Spark SQL with a list of outputs"
                 raise ZedProblem(operator.place, f"`yield` of several values makes several records; {cure}")
             return compiler.value(node, this)
@@ -106,28 +106,28 @@ def _applied(operator: Operator, this: Value, compiler: Compiler) -> Value:
                 raise ZedProblem(operator.place, f"an operator is missing; {cure}")
             return compiler.value(node, this)
         case "put":
-            found = [(_target(target), compiler.value(node, this), node.place) for target, node in operator.pairs]
-            for path, value, place in found:
-                this = _assigned(this, path, value, place)
+            assignments = [(_target(target), compiler.value(node, this), node.place) for target, node in operator.pairs]
+            for path, value, place in assignments:
+                this = _with_assignment(this, path, value, place)
             return this
         case "cut":
-            made: Value = ClosedRecord({})
+            record: Value = ClosedRecord({})
             for target, node in operator.pairs:
                 path = _target(node if target is None else target)
-                made = _assigned(made, path, compiler.value(node, this), node.place)
-            return made
+                record = _with_assignment(record, path, compiler.value(node, this), node.place)
+            return record
         case "drop":
             for _, node in operator.pairs:
-                this = _dropped(this, _target(node))
+                this = _without_field(this, _target(node))
             return this
         case "rename":
             for target, node in operator.pairs:
-                new, old = _target(target), _target(node)
-                if new[:-1] != old[:-1]:
+                new_path, old_path = _target(target), _target(node)
+                if new_path[:-1] != old_path[:-1]:
                     raise ZedProblem(
                         node.place, "`rename` keeps a field in its record; `out.a:=out.b.c` sets another one"
                     )
-                this = _renamed(this, old, new[-1], node.place)
+                this = _with_renamed_field(this, old_path, new_path[-1], node.place)
             return this
 
 
@@ -148,59 +148,61 @@ def _target(node: Node | None) -> Path:
             raise ZedProblem(node.place, "must be a field, such as out.value.name")
 
 
-def _assigned(base: Value, path: Path, value: Value, place: ZedPlace) -> Value:
-    name, rest = path[0], path[1:]
+def _with_assignment(base: Value, path: Path, value: Value, place: ZedPlace) -> Value:
+    name, inner_path = path[0], path[1:]
     if isinstance(base, Term):
         raise ZedProblem(place, f"`{base.sql}` is no record, and gets no field `{name}`")
-    if rest:
-        inner = base.fields.get(name, ClosedRecord({})) if isinstance(base, ClosedRecord) else member(base, name, place)
-        value = _assigned(inner, rest, value, place)
+    if inner_path:
+        inner_value = (
+            base.fields.get(name, ClosedRecord({})) if isinstance(base, ClosedRecord) else member(base, name, place)
+        )
+        value = _with_assignment(inner_value, inner_path, value, place)
     return _with_field(base, name, value)
 
 
-def _dropped(base: Value, path: Path) -> Value:
-    name, rest = path[0], path[1:]
+def _without_field(base: Value, path: Path) -> Value:
+    name, inner_path = path[0], path[1:]
     if isinstance(base, Term) or (isinstance(base, ClosedRecord) and name not in base.fields):
         return base
-    if rest:
-        inner = _dropped(member(base, name, START), rest)
+    if inner_path:
+        inner_value = _without_field(member(base, name, START), inner_path)
         return (
-            ClosedRecord({**base.fields, name: inner})
+            ClosedRecord({**base.fields, name: inner_value})
             if isinstance(base, ClosedRecord)
-            else _edited(base, FieldEdit("put", name, inner))
+            else _with_edit(base, FieldEdit("put", name, inner_value))
         )
     if isinstance(base, ClosedRecord):
         return ClosedRecord({field: part for field, part in base.fields.items() if field != name})
-    return _edited(base, FieldEdit("drop", name))
+    return _with_edit(base, FieldEdit("drop", name))
 
 
-def _renamed(base: Value, old: Path, new: str, place: ZedPlace) -> Value:
-    name, rest = old[0], old[1:]
+def _with_renamed_field(base: Value, path: Path, new_name: str, place: ZedPlace) -> Value:
+    name, inner_path = path[0], path[1:]
     if isinstance(base, Term) or (isinstance(base, ClosedRecord) and name not in base.fields):
         return base
-    if rest:
-        inner = _renamed(member(base, name, place), rest, new, place)
+    if inner_path:
+        inner_value = _with_renamed_field(member(base, name, place), inner_path, new_name, place)
         return (
-            ClosedRecord({**base.fields, name: inner})
+            ClosedRecord({**base.fields, name: inner_value})
             if isinstance(base, ClosedRecord)
-            else _edited(base, FieldEdit("put", name, inner))
+            else _with_edit(base, FieldEdit("put", name, inner_value))
         )
     if not isinstance(base, ClosedRecord):
-        return _edited(base, FieldEdit("rename", new, old=name))
-    if new in base.fields:
-        raise ZedProblem(place, f"`rename` finds a field `{new}` already; drop it first")
-    return ClosedRecord({new if field == name else field: part for field, part in base.fields.items()})
+        return _with_edit(base, FieldEdit("rename", new_name, old=name))
+    if new_name in base.fields:
+        raise ZedProblem(place, f"`rename` finds a field `{new_name}` already; drop it first")
+    return ClosedRecord({new_name if field == name else field: part for field, part in base.fields.items()})
 
 
 def _with_field(base: FieldRef | ClosedRecord | OpenRecord, name: str, value: Value) -> Value:
     if isinstance(base, ClosedRecord):
         return ClosedRecord({**base.fields, name: value})
-    return _edited(base, FieldEdit("put", name, value))
+    return _with_edit(base, FieldEdit("put", name, value))
 
 
-def _edited(base: FieldRef | OpenRecord, edit: FieldEdit) -> OpenRecord:
-    before = (FieldEdit("keep", value=base),) if isinstance(base, FieldRef) else base.edits
-    return OpenRecord((*before, edit))
+def _with_edit(base: FieldRef | OpenRecord, edit: FieldEdit) -> OpenRecord:
+    edits = (FieldEdit("keep", value=base),) if isinstance(base, FieldRef) else base.edits
+    return OpenRecord((*edits, edit))
 
 
 @dataclass
@@ -234,10 +236,8 @@ def _steps(value: OpenRecord, shapes: _Shapes) -> FieldSteps:
         if edit.kind == "keep" and isinstance(edit.value, FieldRef):
             steps.append(FieldStep("keep", path=edit.value.path))
         elif edit.kind == "put" and edit.value is not None:
-            inner = edit.value
-            shape = (
-                _steps(inner, shapes) if isinstance(inner, OpenRecord) else _Shapes(shapes.compiler).shape(inner, ())
-            )
+            part = edit.value
+            shape = _steps(part, shapes) if isinstance(part, OpenRecord) else _Shapes(shapes.compiler).shape(part, ())
             steps.append(FieldStep("put", edit.name, shape=shape))
         elif edit.kind == "drop":
             steps.append(FieldStep("drop", edit.name))

@@ -39,7 +39,7 @@ class ZedRule:
 
 def read_zed(fields: Fields, section: Section) -> ZedRule | None:
     """The rule; None if it has problems."""
-    before = len(fields.problems)
+    problem_count = len(fields.problems)
     for key in ("key", "value"):
         if key in fields:
             fields.problem(key, "stands in `zed:` already, as `| out:={key: …, value: …}`; remove one of the two")
@@ -49,17 +49,17 @@ def read_zed(fields: Fields, section: Section) -> ZedRule | None:
         fields.problem("zed", f"belongs to a rule of type stateless or denorm; a {section.kind} rule is in Spark SQL")
         return None
     demands = Demands()
-    output = _compiled(
+    output = _compile(
         fields, "zed", "write | out:={key: …, value: …}", lambda text: compile_program(text, section.sides)
     )
     if output is not None:
         _check_sql(fields, output, section.sides)
     wheres = _wheres(fields, section, demands)
     parts = _join(fields, demands) if section.join else {}
-    if output is None or len(fields.problems) > before:
+    if output is None or len(fields.problems) > problem_count:
         return None
-    found = (*(_in_file(fields, "zed", demand) for demand in output.demands), *demands.found)
-    return ZedRule(output.key, output.value, wheres, parts, ZedTypes(found, output.records))
+    all_demands = (*(_in_file(fields, "zed", demand) for demand in output.demands), *demands.entries)
+    return ZedRule(output.key, output.value, wheres, parts, ZedTypes(all_demands, output.records))
 
 
 def _wheres(fields: Fields, section: Section, demands: Demands) -> dict[str, str | None]:
@@ -77,14 +77,14 @@ def _where(fields: Fields, key: str, demands: Demands) -> str | None:
     node = fields.node(key)
     if isinstance(node, Scalar) and isinstance(node.value, bool):
         return node.text.lower()
-    own = Demands()
+    condition_demands = Demands()
 
     def condition(text: str) -> str:
         this = ClosedRecord({root: FieldRef((root,)) for root in RECORD_ROOTS})
-        return Compiler(own).condition(parse_condition(text), this, positive=True).sql
+        return Compiler(condition_demands).condition(parse_condition(text), this, positive=True).sql
 
-    sql = _compiled(fields, key, None, condition)
-    demands.found += [_in_file(fields, key, demand) for demand in own.found]
+    sql = _compile(fields, key, None, condition)
+    demands.entries += [_in_file(fields, key, demand) for demand in condition_demands.entries]
     if sql is not None:
         for message in check_expression(sql, RECORD_ROOTS):
             fields.problem(key, f"gives the Spark SQL {sql}, which {message}")
@@ -93,28 +93,28 @@ def _where(fields: Fields, key: str, demands: Demands) -> str | None:
 
 def _join(fields: Fields, demands: Demands) -> Mapping[str, tuple[str, ...]]:
     this: Value = ClosedRecord({side: FieldRef((side,)) for side in ("left", "right")})
-    own = Demands()
+    join_demands = Demands()
 
-    def joined(text: str) -> list[str]:
-        made = [[Compiler(own).term(side, this) for side in pair] for pair in parse_join(text)]
-        return [" = ".join(side.within(SUM) for side in pair) for pair in made]
+    def equality_sqls(text: str) -> list[str]:
+        term_pairs = [[Compiler(join_demands).term(side, this) for side in pair] for pair in parse_join(text)]
+        return [" = ".join(side.within(SUM) for side in pair) for pair in term_pairs]
 
-    def one(text: str) -> str:
-        return Compiler(own).term(parse_condition(text), this).within(SUM)
+    def key_part_sql(text: str) -> str:
+        return Compiler(join_demands).term(parse_condition(text), this).within(SUM)
 
     if "join-on" in fields or not {"left-key", "right-key"} & fields.entries.keys():
-        found = _compiled(fields, "join-on", "write left.key.ID=right.value.after.ID", joined)
-        sql = " AND ".join(found) if found is not None else None
+        equality_texts = _compile(fields, "join-on", "write left.key.ID=right.value.after.ID", equality_sqls)
+        sql = " AND ".join(equality_texts) if equality_texts is not None else None
         for key in ("left-key", "right-key"):
             if key in fields:
                 fields.problem(key, "says what join-on says; remove one of the two")
     else:
-        keys = [_compiled(fields, key, "write the other side's part of the join key", one) for key in _KEYS]
+        keys = [_compile(fields, key, "write the other side's part of the join key", key_part_sql) for key in _KEYS]
         sql = f"{keys[0]} = {keys[1]}" if None not in keys else None
     if sql is None:
         return {}
     key = "join-on" if "join-on" in fields else "left-key"
-    demands.found += [_in_file(fields, key, demand) for demand in own.found]
+    demands.entries += [_in_file(fields, key, demand) for demand in join_demands.entries]
     pairs, messages = split_join(sql)
     for message in messages:
         fields.problem(key, message)
@@ -124,7 +124,7 @@ def _join(fields: Fields, demands: Demands) -> Mapping[str, tuple[str, ...]]:
 _KEYS = ("left-key", "right-key")
 
 
-def _compiled(fields: Fields, key: str, cure: str | None, compile: Callable[[str], Result]) -> Result | None:
+def _compile(fields: Fields, key: str, cure: str | None, compile: Callable[[str], Result]) -> Result | None:
     """What a function makes of a key's text; None after a problem. ``cure``: what to write where the key is missing."""
     text = fields.text(key, cure)
     if text is None:
@@ -161,7 +161,7 @@ def _check_sql(fields: Fields, output: ZedOutput, sides: Sequence[str]) -> None:
 
 
 def _shapes(steps: Sequence[FieldStep]) -> list[Shape]:
-    found: list[Shape] = []
+    shapes: list[Shape] = []
     for step in steps:
-        found += _shapes(step.shape.steps) if isinstance(step.shape, FieldSteps) else [step.shape]
-    return found
+        shapes += _shapes(step.shape.steps) if isinstance(step.shape, FieldSteps) else [step.shape]
+    return shapes

@@ -39,16 +39,16 @@ def with_types(rule: Rule, types: Mapping[str, pa.DataType | None]) -> Rule:
         return rule
     sides: dict[str, pa.DataType | None] = {side.name: types.get(side.topic) for side in rule.sides}
     for demand in rule.zed.demands:
-        of = [sides]
+        scopes = [sides]
         if demand.path[0] not in sides:
             # The condition of a rule sees the columns of one record.
-            of = [_columns(type) for type in sides.values()]
-        for columns in of:
+            scopes = [_columns(type) for type in sides.values()]
+        for columns in scopes:
             _check(rule, demand, columns)
     shapes: dict[str, Shape] = {"key": rule.key, "value": rule.value}
     for record in rule.zed.records:
         name, *path = record.place
-        shapes[name] = _placed(shapes[name], path, expanded(record, sides, rule.name))
+        shapes[name] = _with_shape_at(shapes[name], path, expanded(record, sides, rule.name))
     return replace(rule, key=shapes["key"], value=shapes["value"], zed=ZedTypes(rule.zed.demands))
 
 
@@ -75,16 +75,16 @@ def expanded(record: FieldSteps, sides: Sides, rule: str) -> Shape:
 
 def type_at(sides: Sides, path: Path) -> pa.DataType | None:
     """The type of a field by the topic's names; None if it is not known, or no record has the field."""
-    found = sides.get(path[0])
+    field_type = sides.get(path[0])
     for name in path[1:]:
-        if found is None or not pa.types.is_struct(found):
+        if field_type is None or not pa.types.is_struct(field_type):
             return None
-        fields = fields_of(found)
+        fields = fields_of(field_type)
         alike = [item for item in fields if original(item) == name] or [
             item for item in fields if original(item).lower() == name.lower()
         ]
-        found = alike[0].type if alike else None
-    return found
+        field_type = alike[0].type if alike else None
+    return field_type
 
 
 def kind_of(type: pa.DataType) -> str:
@@ -112,19 +112,23 @@ _NUMBERS = ("int", "float", "number")
 
 def _check(rule: Rule, demand: Demand, sides: Sides) -> None:
     type = type_at(sides, demand.path)
-    other = type_at(sides, demand.other) if demand.other else None
-    if type is None or pa.types.is_null(type) or (demand.other and (other is None or pa.types.is_null(other))):
+    other_type = type_at(sides, demand.other) if demand.other else None
+    if (
+        type is None
+        or pa.types.is_null(type)
+        or (demand.other and (other_type is None or pa.types.is_null(other_type)))
+    ):
         return
     kind = kind_of(type)
-    if other is not None:
-        kinds = (kind_of(other),)
+    if other_type is not None:
+        kinds = (kind_of(other_type),)
         takes = f"{path_sql(demand.other)}, which is {noun(kinds[0])}"
     else:
         kinds = demand.kinds
         takes = nouns(kinds)
-    if kind in kinds or (kind in _NUMBERS and any(known in ("number", kind) for known in kinds)):
+    if kind in kinds or (kind in _NUMBERS and any(other_kind in ("number", kind) for other_kind in kinds)):
         return
-    if other is not None and kind in _NUMBERS and kinds[0] in _NUMBERS:
+    if other_type is not None and kind in _NUMBERS and kinds[0] in _NUMBERS:
         return
     line, column = demand.place
     raise EtlError(
@@ -143,11 +147,13 @@ def _columns(type: pa.DataType | None) -> Sides:
     return {} if type is None else {item.name: item.type for item in fields_of(type)}
 
 
-def _placed(shape: Shape, path: Sequence[str], new: Shape) -> Shape:
+def _with_shape_at(shape: Shape, path: Sequence[str], new_shape: Shape) -> Shape:
     if not path:
-        return new
+        return new_shape
     assert isinstance(shape, Mapping)
-    return {name: _placed(part, path[1:], new) if name == path[0] else part for name, part in shape.items()}
+    return {
+        name: _with_shape_at(part, path[1:], new_shape) if name == path[0] else part for name, part in shape.items()
+    }
 
 
 def explained(rule: Rule) -> Rule:
@@ -155,22 +161,22 @@ def explained(rule: Rule) -> Rule:
     shapes: dict[str, Shape] = {"key": rule.key, "value": rule.value}
     for record in rule.zed.records if rule.zed is not None else ():
         name, *path = record.place
-        shapes[name] = _placed(shapes[name], path, _star_sql(record))
+        shapes[name] = _with_shape_at(shapes[name], path, _star_sql(record))
     return replace(rule, key=shapes["key"], value=shapes["value"])
 
 
 def _star_sql(record: FieldSteps) -> str:
-    kept: list[str] = []
-    changed: dict[str, str | None] = {}
+    paths: list[str] = []
+    changes: dict[str, str | None] = {}
     for step in record.steps:
         if step.kind == "keep":
-            kept.append(path_sql(step.path))
+            paths.append(path_sql(step.path))
         elif step.kind == "put":
             shape = _star_sql(step.shape) if isinstance(step.shape, FieldSteps) else shape_sql(step.shape)
-            changed[step.name] = f"{shape} AS {path_sql((step.name,))}"
+            changes[step.name] = f"{shape} AS {path_sql((step.name,))}"
         elif step.kind == "drop":
-            changed[step.name] = None
+            changes[step.name] = None
         else:
-            changed |= {step.old: None, step.name: f"{path_sql((step.old,))} AS {path_sql((step.name,))}"}
-    less = f" EXCEPT ({', '.join(path_sql((name,)) for name in changed)})" if changed else ""
-    return f"struct({', '.join([*(f'{path}.*{less}' for path in kept), *filter(None, changed.values())])})"
+            changes |= {step.old: None, step.name: f"{path_sql((step.old,))} AS {path_sql((step.name,))}"}
+    less = f" EXCEPT ({', '.join(path_sql((name,)) for name in changes)})" if changes else ""
+    return f"struct({', '.join([*(f'{path}.*{less}' for path in paths), *filter(None, changes.values())])})"

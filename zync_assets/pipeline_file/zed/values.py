@@ -107,8 +107,8 @@ def path_sql(path: Path) -> str:
 def type_sql(type: Type) -> str:
     """A type as Spark's DDL."""
     if type.name == "record":
-        inner = ", ".join(f"{name_sql(name)}: {type_sql(part)}" for name, part in type.parts)
-        return f"STRUCT<{inner}>"
+        field_texts = ", ".join(f"{name_sql(name)}: {type_sql(part)}" for name, part in type.parts)
+        return f"STRUCT<{field_texts}>"
     if type.name == "array":
         return f"ARRAY<{type_sql(type.parts[0][1])}>"
     return known_type(type)[1]
@@ -117,8 +117,8 @@ def type_sql(type: Type) -> str:
 def known_type(type: Type) -> tuple[str, str]:
     if type.name in TYPES:
         return TYPES[type.name]
-    other = _OTHER_TYPES.get(type.name)
-    cure = f"; write {other}" if other else f"; there are {', '.join(TYPES)}{suggestion(type.name, TYPES)}"
+    spark_type = _OTHER_TYPES.get(type.name)
+    cure = f"; write {spark_type}" if spark_type else f"; there are {', '.join(TYPES)}{suggestion(type.name, TYPES)}"
     raise ZedProblem(type.place, f"`{type.name}` is no type of Spark SQL{cure}")
 
 
@@ -136,8 +136,8 @@ def member(value: Value, name: str, place: ZedPlace) -> Value:
         return Term(f"{value.within(ATOM)}.{path_sql((name,))}")
     if isinstance(value, ClosedRecord):
         if name not in value.fields:
-            known = ", ".join(value.fields) or "nothing"
-            cure = suggestion(name, value.fields) or f"; known here: {known}"
+            field_names = ", ".join(value.fields) or "nothing"
+            cure = suggestion(name, value.fields) or f"; known here: {field_names}"
             raise ZedProblem(place, f"`{name}` is missing{cure}")
         return value.fields[name]
     return _edited_member(value.edits, name, place)
@@ -165,46 +165,58 @@ def _edited_member(edits: Sequence[FieldEdit], name: str, place: ZedPlace) -> Va
 class Demands:
     """The demands of a rule's expressions."""
 
-    found: list[Demand] = field(default_factory=list[Demand])
+    entries: list[Demand] = field(default_factory=list[Demand])
 
     def demand(self, term: Term, kinds: Sequence[str], place: ZedPlace, role: str) -> None:
         """Note that a term must be of some kinds. ZedProblem if the text shows that it is not."""
         if term.kind is None:
-            self.found += [Demand(path, tuple(kinds), role, place) for path in term.paths]
+            self.entries += [Demand(path, tuple(kinds), role, place) for path in term.paths]
         elif term.kind != "null" and not _meets(term.kind, kinds):
             raise ZedProblem(place, f"`{term.sql}` is {noun(term.kind)} and {role}, which takes {nouns(kinds)}")
 
-    def alike(self, terms: Sequence[Term], place: ZedPlace, what: str) -> Term:
+    def alike(self, terms: Sequence[Term], place: ZedPlace, subject: str) -> Term:
         """A term that has the kind of all terms. ZedProblem if two of them plainly have different kinds."""
-        known = [term for term in terms if term.kind not in (None, "null")]
-        kinds = {group_of(term.kind) for term in known}
+        typed_terms = [term for term in terms if term.kind not in (None, "null")]
+        kinds = {group_of(term.kind) for term in typed_terms}
         if len(kinds) > 1:
-            some = " and ".join(sorted(noun(kind) for kind in kinds))
-            raise ZedProblem(place, f"{what} has values of one type in Spark SQL, and these are {some}; cast them")
-        if known:
+            kind_text = " and ".join(sorted(noun(kind) for kind in kinds))
+            raise ZedProblem(
+                place, f"{subject} has values of one type in Spark SQL, and these are {kind_text}; cast them"
+            )
+        if typed_terms:
             for term in terms:
-                self.demand(term, (group_of(known[0].kind),), place, f"is in {what} with {noun(known[0].kind or '')}")
-            exact = {term.kind for term in known}
+                self.demand(
+                    term,
+                    (group_of(typed_terms[0].kind),),
+                    place,
+                    f"is in {subject} with {noun(typed_terms[0].kind or '')}",
+                )
+            exact = {term.kind for term in typed_terms}
             return replace(
-                NULL, kind=known[0].kind if len(exact) == 1 and len(known) == len(terms) else group_of(known[0].kind)
+                NULL,
+                kind=typed_terms[0].kind
+                if len(exact) == 1 and len(typed_terms) == len(terms)
+                else group_of(typed_terms[0].kind),
             )
         paths = tuple(path for term in terms for path in term.paths)
         return Term("", None if paths else (terms[0].kind if terms else None), paths=paths)
 
     def same(self, left: Term, right: Term, place: ZedPlace) -> None:
         """Demand one kind of two sides."""
-        for side, other in ((left, right), (right, left)):
-            if other.kind is not None and side.kind is None:
-                self.demand(side, (group_of(other.kind),), place, f"is compared with {noun(other.kind)}")
+        for side, other_side in ((left, right), (right, left)):
+            if other_side.kind is not None and side.kind is None:
+                self.demand(side, (group_of(other_side.kind),), place, f"is compared with {noun(other_side.kind)}")
         if left.kind is None and right.kind is None:
-            self.found += [
-                Demand(one, (), "is compared", place, two) for one in left.paths[:1] for two in right.paths[:1]
+            self.entries += [
+                Demand(left_path, (), "is compared", place, right_path)
+                for left_path in left.paths[:1]
+                for right_path in right.paths[:1]
             ]
 
 
-def differ(one: Term, other: Term) -> bool:
+def differ(left: Term, right: Term) -> bool:
     """Whether two terms plainly have values of two types."""
-    kinds = {group_of(one.kind), group_of(other.kind)} - {"", "null"}
+    kinds = {group_of(left.kind), group_of(right.kind)} - {"", "null"}
     return len(kinds) > 1
 
 
@@ -240,5 +252,7 @@ def noun(kind: str | None) -> str:
 
 
 def nouns(kinds: Sequence[str]) -> str:
-    known = ["number"] if "number" in kinds else []
-    return " or ".join(noun(kind) for kind in [*known, *(kind for kind in kinds if kind not in NUMBERS or not known)])
+    number_kinds = ["number"] if "number" in kinds else []
+    return " or ".join(
+        noun(kind) for kind in [*number_kinds, *(kind for kind in kinds if kind not in NUMBERS or not number_kinds)]
+    )

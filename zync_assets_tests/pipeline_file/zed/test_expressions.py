@@ -112,7 +112,7 @@ def test_what_spark_would_compute_in_another_way_is_a_problem_with_a_cure(text: 
 def test_types_that_the_text_does_not_show_are_demanded() -> None:
     demands = Demands()
     condition('value.a == "x" and value.b > value.c and value.d + 1 == 2 and value.e in value.f', demands)
-    assert [(each.path[1], each.kinds, each.other[1:], each.place) for each in demands.found] == [
+    assert [(each.path[1], each.kinds, each.other[1:], each.place) for each in demands.entries] == [
         ("a", ("text",), (), (1, 9)),
         ("b", (), ("c",), (1, 28)),
         ("d", ("int", "float", "number"), (), (1, 50)),
