@@ -56,10 +56,10 @@ def split_join(sql: str, left_root: str = "left", right_root: str = "right") -> 
     return tuple(pairs), []
 
 
-def conjuncts(tokens: Sequence[Token], whole: Expression, form: str = _SHAPE) -> list[Sequence[Token]]:
+def conjuncts(tokens: Sequence[Token], expression: Expression, form: str = _SHAPE) -> list[Sequence[Token]]:
     """The conditions that AND joins. ``form``: the correct form, in words. SqlProblem for OR."""
     tokens = _unwrap(tokens)
-    tree = parse(text_of(tokens, whole)).tree
+    tree = parse(text_of(tokens, expression)).tree
     if isinstance(tree, exp.Or):
         raise SqlProblem(f"{form}; OR is not supported: write a rule for each")
     if not isinstance(tree, exp.And):
@@ -67,19 +67,19 @@ def conjuncts(tokens: Sequence[Token], whole: Expression, form: str = _SHAPE) ->
     pieces = _split(tokens, TokenType.AND)
     if len(pieces) < 2 or not all(pieces):
         raise SqlProblem(form)
-    return [conjunct for piece in pieces for conjunct in conjuncts(piece, whole, form)]
+    return [conjunct for piece in pieces for conjunct in conjuncts(piece, expression, form)]
 
 
-def equality(tokens: Sequence[Token], whole: Expression, form: str = _SHAPE) -> JoinPair:
+def equality(tokens: Sequence[Token], expression: Expression, form: str = _SHAPE) -> JoinPair:
     """The two sides of an equality as the file spells them. SqlProblem for another condition."""
-    text = text_of(tokens, whole)
+    text = text_of(tokens, expression)
     tree = parse(text).tree
     if isinstance(tree, exp.NullSafeEQ):
         raise SqlProblem(f"`{text}`: use `=`; a null join key matches nothing")
     sides = _split(tokens, TokenType.EQ)
     if not isinstance(tree, exp.EQ) or len(sides) != 2 or not all(sides):
         raise SqlProblem(f"`{text}` is no equality of the two sides; {form}")
-    texts = [text_of(side, whole) for side in sides]
+    texts = [text_of(side, expression) for side in sides]
     trees = [parse(side).tree for side in texts]
     # Spark and sqlglot bind `a between 1 and 2 = b` differently; parentheses leave no doubt.
     doubtful = any(isinstance(side, exp.Predicate | exp.Not | exp.RegexpLike) for side in trees)
@@ -88,9 +88,9 @@ def equality(tokens: Sequence[Token], whole: Expression, form: str = _SHAPE) -> 
     return texts[0], texts[1]
 
 
-def _pair(tokens: Sequence[Token], whole: Expression, left_root: str, right_root: str) -> JoinPair:
-    text = text_of(tokens, whole)
-    texts = equality(tokens, whole)
+def _pair(tokens: Sequence[Token], expression: Expression, left_root: str, right_root: str) -> JoinPair:
+    text = text_of(tokens, expression)
+    texts = equality(tokens, expression)
     root_sets = [roots(parse(side).tree) for side in texts]
     if root_sets == [{left_root}, {right_root}]:
         return texts[0], texts[1]
@@ -142,9 +142,9 @@ def _split(tokens: Sequence[Token], separator: TokenType) -> list[Sequence[Token
     return [*pieces, tokens[begin:]]
 
 
-def text_of(tokens: Sequence[Token], whole: Expression) -> str:
+def text_of(tokens: Sequence[Token], expression: Expression) -> str:
     """The tokens as the file spells them."""
-    return whole.sql[tokens[0].start : tokens[-1].end + 1]
+    return expression.sql[tokens[0].start : tokens[-1].end + 1]
 
 
 def leaves_nothing(earlier: str | None, later: str | None) -> bool:
@@ -162,15 +162,18 @@ def leaves_nothing(earlier: str | None, later: str | None) -> bool:
     )
 
 
-def are_apart(one: str | None, other: str | None) -> bool:
+def are_apart(left: str | None, right: str | None) -> bool:
     """True when plainly no record is taken by both conditions: they want other texts, or other numbers, of one column."""
-    if one is None or other is None:
+    if left is None or right is None:
         return False
-    values = [[found for each in _joined_by_and(_tree(sql)) if (found := _one_of(each))] for sql in (one, other)]
+    value_sets = [
+        [column_values for conjunct in _joined_by_and(_tree(sql)) if (column_values := _column_values(conjunct))]
+        for sql in (left, right)
+    ]
     return any(
-        column == another and _kinds(some | more) == 1 and not _texts(some) & _texts(more)
-        for column, some in values[0]
-        for another, more in values[1]
+        column == another and _kinds(values | other_values) == 1 and not _texts(values) & _texts(other_values)
+        for column, values in value_sets[0]
+        for another, other_values in value_sets[1]
     )
 
 
@@ -221,13 +224,13 @@ def _joined_by_and(tree: exp.Expr) -> Iterator[exp.Expr]:
 def _implies(premise: exp.Expr, conclusion: exp.Expr) -> bool:
     if premise == conclusion:
         return True
-    premise_values, conclusion_values = _one_of(premise), _one_of(conclusion)
+    premise_values, conclusion_values = _column_values(premise), _column_values(conclusion)
     if premise_values is None or conclusion_values is None or premise_values[0] != conclusion_values[0]:
         return False
     return premise_values[1] <= conclusion_values[1]
 
 
-def _one_of(tree: exp.Expr) -> tuple[exp.Expr, frozenset[exp.Expr]] | None:
+def _column_values(tree: exp.Expr) -> tuple[exp.Expr, frozenset[exp.Expr]] | None:
     """``column = literal`` and ``column IN (literals)`` as the column and its values."""
     if isinstance(tree, exp.EQ):
         sides = (tree.left, tree.right)
@@ -262,17 +265,17 @@ def _never_takes_tombstones(tree: exp.Expr) -> bool:
     if isinstance(tree, exp.Or):
         return _never_takes_tombstones(tree.left) and _never_takes_tombstones(tree.right)
     if isinstance(tree, exp.Not):
-        inner = tree.this
-        if isinstance(inner, exp.Is):
-            return isinstance(inner.expression, exp.Null) and _of_value(inner.this)
+        operand = tree.this
+        if isinstance(operand, exp.Is):
+            return isinstance(operand.expression, exp.Null) and _is_value_column(operand.this)
         # NOT of null is null; but NOT of an AND or an OR that is false is true.
-        return isinstance(inner, _NULL_IN_NULL_OUT) and _never_takes_tombstones(inner)
+        return isinstance(operand, _NULL_IN_NULL_OUT) and _never_takes_tombstones(operand)
     if isinstance(tree, _NULL_IN_NULL_OUT):
-        return _of_value(tree.this) or (isinstance(tree, exp.Binary) and _of_value(tree.expression))
-    return _of_value(tree)
+        return _is_value_column(tree.this) or (isinstance(tree, exp.Binary) and _is_value_column(tree.expression))
+    return _is_value_column(tree)
 
 
-def _of_value(tree: object) -> bool:
+def _is_value_column(tree: object) -> bool:
     """A field of ``value``, or ``value`` itself: null in a tombstone."""
     return isinstance(tree, exp.Column) and any(parts[0].lower() == "value" for parts in columns(tree))
 
@@ -337,11 +340,11 @@ def _null_span(tokens: Sequence[Token], closings: Mapping[int, int], start: int,
             is_call = opening and tokens[opening - 1].text.lower() in RECORD_FUNCTIONS
             first = opening - 1 if is_call else opening
     while True:
-        after = _kind(tokens, last + 1)
-        if after == TokenType.L_BRACKET:
+        next_kind = _kind(tokens, last + 1)
+        if next_kind == TokenType.L_BRACKET:
             last = closings[last + 1]
             continue
-        if after == TokenType.DOT:
+        if next_kind == TokenType.DOT:
             last += 2
             continue
         opening, place = _argument(tokens, closings, first, last)
@@ -365,17 +368,21 @@ def _argument(tokens: Sequence[Token], closings: Mapping[int, int], first: int, 
     if opening is None:
         return None, 0
     commas = [at for at in range(opening, first) if tokens[at].token_type == TokenType.COMMA]
-    inner = [(at, closing) for at, closing in closings.items() if opening < at < first]
-    return opening, sum(not any(at < comma < closing for at, closing in inner) for comma in commas)
+    inner_pairs = [(at, closing) for at, closing in closings.items() if opening < at < first]
+    return opening, sum(not any(at < comma < closing for at, closing in inner_pairs) for comma in commas)
 
 
 def _only_groups(tokens: Sequence[Token], opening: int, closing: int) -> bool:
     """Whether a pair of parentheses plainly is around an expression, neither of a call nor of IN."""
     if opening and tokens[opening - 1].text.lower() in RECORD_FUNCTIONS:
         return False
-    after = _kind(tokens, closing + 1)
-    before = _kind(tokens, opening - 1)
-    return after in (TokenType.L_BRACKET, TokenType.DOT) or before in (None, TokenType.L_PAREN, TokenType.COMMA)
+    next_kind = _kind(tokens, closing + 1)
+    previous_kind = _kind(tokens, opening - 1)
+    return next_kind in (TokenType.L_BRACKET, TokenType.DOT) or previous_kind in (
+        None,
+        TokenType.L_PAREN,
+        TokenType.COMMA,
+    )
 
 
 def _kind(tokens: Sequence[Token], at: int) -> TokenType | None:

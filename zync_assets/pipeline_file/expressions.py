@@ -286,17 +286,17 @@ def _check_tokens(tokens: Sequence[Token]) -> None:
         if token.token_type in (TokenType.PLACEHOLDER, TokenType.PARAMETER):
             raise SqlProblem(f"holds the parameter marker `{token.text}`, which nothing can fill")
         if token.token_type in _STRINGS and token.text.strip().lower().startswith(_CLOCK_WORDS):
-            before, function = (tokens[at].text if at >= 0 else "" for at in (index - 1, index - 2))
-            after = tokens[index + 1].token_type if index + 1 < len(tokens) else None
-            if before.lower() in _TIME_LITERALS:
-                raise SqlProblem(_not_deterministic(f"{before} '{token.text}'"))
-            if after == TokenType.DCOLON or (before == "(" and function.lower() in _TIME_FUNCTIONS):
+            previous_text, function = (tokens[at].text if at >= 0 else "" for at in (index - 1, index - 2))
+            next_type = tokens[index + 1].token_type if index + 1 < len(tokens) else None
+            if previous_text.lower() in _TIME_LITERALS:
+                raise SqlProblem(_not_deterministic(f"{previous_text} '{token.text}'"))
+            if next_type == TokenType.DCOLON or (previous_text == "(" and function.lower() in _TIME_FUNCTIONS):
                 raise SqlProblem(_not_deterministic(f"'{token.text}' as a time"))
     _check_depth(tokens)
-    first = tokens[0]
+    first_token = tokens[0]
     is_call = len(tokens) > 1 and tokens[1].token_type == TokenType.L_PAREN
-    if first.token_type in _STATEMENTS and not is_call:
-        raise SqlProblem(f"must be an expression, not a statement (`{first.text}`)")
+    if first_token.token_type in _STATEMENTS and not is_call:
+        raise SqlProblem(f"must be an expression, not a statement (`{first_token.text}`)")
 
 
 def _check_depth(tokens: Sequence[Token]) -> None:
@@ -348,17 +348,17 @@ def function_problems(tokens: Sequence[Token], scope: Scope = RECORD) -> Iterato
     for index, token in enumerate(tokens):
         is_quoted = token.token_type == TokenType.IDENTIFIER
         name = token.text.lower()
-        before = tokens[index - 1] if index else None
-        after = tokens[index + 1] if index + 1 < len(tokens) else None
-        if before is not None and before.token_type == TokenType.DOT:
+        left_token = tokens[index - 1] if index else None
+        right_token = tokens[index + 1] if index + 1 < len(tokens) else None
+        if left_token is not None and left_token.token_type == TokenType.DOT:
             continue
-        if after is None or after.token_type != TokenType.L_PAREN:
-            is_field = after is not None and after.token_type == TokenType.DOT
+        if right_token is None or right_token.token_type != TokenType.L_PAREN:
+            is_field = right_token is not None and right_token.token_type == TokenType.DOT
             if name in WITHOUT_PARENTHESES and not is_quoted and not is_field and token.token_type not in _STRINGS:
                 yield _not_deterministic(name, scope)
             continue
         if token.token_type in _STRINGS or (
-            before is not None and before.text.lower() in _PATTERN_WORDS and name in ("any", "some", "all")
+            left_token is not None and left_token.text.lower() in _PATTERN_WORDS and name in ("any", "some", "all")
         ):
             continue
         if name in NON_DETERMINISTIC:
@@ -436,14 +436,14 @@ def _cure(name: str, root: str, parts: Sequence[str], root_names: Sequence[str],
 
 
 def _parse_problem(error: ParseError) -> str:
-    first = error.errors[0] if error.errors else {}
-    description, near = str(first.get("description", "")), str(first.get("highlight", ""))
-    line, column = int(first.get("line") or 1), int(first.get("col") or 0)
-    place = f"at character {max(column - len(near) + 1, 1)}" + (f" of its line {line}" if line > 1 else "")
+    first_error = error.errors[0] if error.errors else {}
+    description, highlight = str(first_error.get("description", "")), str(first_error.get("highlight", ""))
+    line, column = int(first_error.get("line") or 1), int(first_error.get("col") or 0)
+    place = f"at character {max(column - len(highlight) + 1, 1)}" + (f" of its line {line}" if line > 1 else "")
     if description.startswith("Required keyword"):
-        return f"does not parse: something is missing next to `{near}` {place}"
+        return f"does not parse: something is missing next to `{highlight}` {place}"
     if description.startswith("Expecting "):
-        return f"does not parse: `{description.removeprefix('Expecting ')}` is missing after `{near}` {place}"
+        return f"does not parse: `{description.removeprefix('Expecting ')}` is missing after `{highlight}` {place}"
     if description.startswith("Expected TYPE"):
-        return f"does not parse: `{near}` {place} is no type of Spark SQL"
-    return f"does not parse: `{near}` {place} can't stand there"
+        return f"does not parse: `{highlight}` {place} is no type of Spark SQL"
+    return f"does not parse: `{highlight}` {place} can't stand there"

@@ -38,8 +38,8 @@ _DURATION = re.compile(r"([0-9]{1,6})\s?([smhdw])")
 
 def suggestion(word: str, words: Iterable[str]) -> str:
     """``; did you mean `x`?`` or nothing."""
-    found = _closest(word, words)
-    return f"; did you mean `{found}`?" if found is not None else ""
+    closest_word = _closest(word, words)
+    return f"; did you mean `{closest_word}`?" if closest_word is not None else ""
 
 
 def _closest(word: str, words: Iterable[str]) -> str | None:
@@ -63,10 +63,10 @@ def authority_fault(url: str) -> str | None:
 
     A password with a bare @ or / would end up in the host's name, which errors show and DNS is asked for.
     """
-    authority, *rest = re.split(r"[/?#]", url.partition("://")[2], maxsplit=1)
+    authority, *remainder = re.split(r"[/?#]", url.partition("://")[2], maxsplit=1)
     user, at, hosts = authority.rpartition("@")
     cure = "In a user or a password, write @ as %40, : as %3A, / as %2F, ? as %3F and # as %23"
-    if "@" in user or (at and ":" in user.partition(":")[2]) or any("@" in text for text in rest):
+    if "@" in user or (at and ":" in user.partition(":")[2]) or any("@" in text for text in remainder):
         return f"has an @ or a : too many. {cure}"
     for host in hosts.split(","):
         name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
@@ -94,8 +94,8 @@ def option_fault(sink_type: str, url: str) -> str | None:
     if sink_type == "mysql":
         for name in names:
             if name not in MYSQL_OPTIONS:
-                near = suggestion(name, MYSQL_OPTIONS) or f"; known are {word_list(MYSQL_OPTIONS)}"
-                return f"has the option {name}, which is unknown{near}"
+                hint = suggestion(name, MYSQL_OPTIONS) or f"; known are {word_list(MYSQL_OPTIONS)}"
+                return f"has the option {name}, which is unknown{hint}"
             if names.count(name) > 1:
                 return f"has the option {name} twice; write it once"
     for name, value in options:
@@ -257,7 +257,7 @@ class Fields:
         if node is None:
             return []
         items = node.items if isinstance(node, Items) else (node,)
-        names = [each.text for each in items if isinstance(each, Scalar) and isinstance(each.value, str) and each.text]
+        names = [item.text for item in items if isinstance(item, Scalar) and isinstance(item.value, str) and item.text]
         if len(names) != len(items) or not names:
             self.problem(key, "must be a list of names, such as [ID]")
             return []
@@ -298,10 +298,10 @@ def tables(node: Node | None, path: str, problems: list[Problem], form: str = ""
         return []
     mappings: list[tuple[str, YamlTable]] = []
     for index, item in enumerate(node.items):
-        inner = f"{path}[{index}]"
+        item_path = f"{path}[{index}]"
         if isinstance(item, YamlTable):
-            mappings.append((inner if item.at is None else f"{path}[{item.at}]", item))
+            mappings.append((item_path if item.at is None else f"{path}[{item.at}]", item))
         else:
             message = f"must be a mapping, not {kind(item)}{form and f'; write {form}'}"
-            problems.append(Problem(item.line, inner, message))
+            problems.append(Problem(item.line, item_path, message))
     return mappings

@@ -22,17 +22,17 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 def _formats(noun: str) -> tuple[Key, ...]:
-    def of(side: str, summary: str, example: str, default: str = "as `format`") -> Key:
+    def format_key(side: str, summary: str, example: str, default: str = "as `format`") -> Key:
         return Key(f"{side}format", "a format", summary, f"{side}format: {example}", default=default, allowed=FORMATS)
 
-    both = (
+    general_summary = (
         f"The format of keys and values {noun}. `avro` is Confluent's wire format, `connect-json` is the form of Kafka"
         " Connect's JsonConverter."
     )
     return (
-        of("", both, "avro", "avro"),
-        of("key-", f"The format of the keys alone {noun}.", "string"),
-        of("value-", f"The format of the values alone {noun}.", "connect-json"),
+        format_key("", general_summary, "avro", "avro"),
+        format_key("key-", f"The format of the keys alone {noun}.", "string"),
+        format_key("value-", f"The format of the values alone {noun}.", "connect-json"),
     )
 
 

@@ -78,20 +78,23 @@ class GroupSection:
 
     def rewritten(self, sql: str) -> str:
         """The expression over columns. SqlProblem for an expression with a problem."""
-        tokens, made = tokenize(sql), list[tuple[int, int, str]]()
+        tokens, edits = tokenize(sql), list[tuple[int, int, str]]()
         for opening, closing in self._calls(tokens):
             start, end = tokens[opening - 1].start, tokens[closing].end + 1
-            function, text = tokens[opening - 1].text.lower(), _spaced(sql, tokens[opening - 1 : closing + 1])
+            function, text = (
+                tokens[opening - 1].text.lower(),
+                _single_spaced_text(sql, tokens[opening - 1 : closing + 1]),
+            )
             inside = sql[tokens[opening].end + 1 : tokens[closing].start].strip()
-            made.append((start, end, name_sql(self._aggregate(function, inside, text))))
-        for start, end, text in reversed(made):
+            edits.append((start, end, name_sql(self._aggregate(function, inside, text))))
+        for start, end, text in reversed(edits):
             sql = f"{sql[:start]}{text}{sql[end:]}"
         self._check_outside(sql)
         return sql
 
     def _calls(self, tokens: Sequence[Token]) -> list[tuple[int, int]]:
         """The tokens of the parentheses of each aggregate. SqlProblem for an aggregate that a group does not have."""
-        found: list[tuple[int, int]] = []
+        calls: list[tuple[int, int]] = []
         for opening, closing in sorted(closing_places(tokens).items()):
             name = tokens[opening - 1].text.lower() if opening else ""
             is_field = opening > 1 and tokens[opening - 2].token_type == TokenType.DOT
@@ -99,14 +102,14 @@ class GroupSection:
                 continue
             if name in _CURES:
                 raise SqlProblem(f"`{name}()` is no aggregate of a group; use {_CURES[name]}")
-            if found and opening < found[-1][1]:
+            if calls and opening < calls[-1][1]:
                 raise SqlProblem(
                     f"`{name}()` stands in another aggregate; an aggregate takes the columns of one record"
                 )
             if closing + 1 < len(tokens) and tokens[closing + 1].token_type == TokenType.FILTER:
                 raise SqlProblem(f"`{name}()` has a FILTER; write count_if(…), or CASE WHEN … THEN … END inside")
-            found.append((opening, closing))
-        return found
+            calls.append((opening, closing))
+        return calls
 
     def shape(self, shape: Shape) -> Shape:
         """A shape over columns."""
@@ -116,7 +119,7 @@ class GroupSection:
 
     def keys(self, sql: str, alias: str) -> tuple[str, ...]:
         """An expression over one record's columns as an expression over the record ``alias``."""
-        return (_prefixed(sql, alias),)
+        return (_prefixed_sql(sql, alias),)
 
     def _aggregate(self, function: str, inside: str, text: str) -> str:
         """The name of the column of an aggregate."""
@@ -127,8 +130,8 @@ class GroupSection:
             # Spark does not tell names apart that differ in case alone.
             name = f"{name} "
         self.texts[text] = name
-        made = Aggregate(name, function, dict(self._arguments(function, inside)))
-        self.aggregates[name.lower()] = made
+        aggregate = Aggregate(name, function, dict(self._arguments(function, inside)))
+        self.aggregates[name.lower()] = aggregate
         return name
 
     def _arguments(self, function: str, sql: str) -> Iterator[tuple[str, str]]:
@@ -147,13 +150,13 @@ class GroupSection:
             raise SqlProblem(f"`{function}()` has a DISTINCT, which a group does not count; use min or max")
         for message in check_expression(sql, (*aliases, *RECORD_ROOTS, "topic")):
             raise SqlProblem(message)
-        named = roots(parse(sql).tree)
-        own = named & aliases.keys()
-        if len(own) > 1 or (own and named - own):
+        names = roots(parse(sql).tree)
+        alias_names = names & aliases.keys()
+        if len(alias_names) > 1 or (alias_names and names - alias_names):
             raise SqlProblem(
-                f"`{function}({sql})` mixes {word_list(sorted(named))}; an aggregate sees one record at a time"
+                f"`{function}({sql})` mixes {word_list(sorted(names))}; an aggregate sees one record at a time"
             )
-        yield from ((alias, _prefixed(sql, alias)) for alias in ([aliases[each] for each in own] or sides))
+        yield from ((alias, _prefixed_sql(sql, alias)) for alias in ([aliases[name] for name in alias_names] or sides))
 
     def _check_outside(self, sql: str) -> None:
         """SqlProblem for a column that stands outside of an aggregate."""
@@ -172,29 +175,35 @@ class GroupSection:
 
 
 def read_group(
-    fields: Fields, topic: Callable[[Fields, str], str | None], others: GroupSection | None = None
+    fields: Fields, topic: Callable[[Fields, str], str | None], base_group: GroupSection | None = None
 ) -> GroupSection:
-    """The ``records`` of a group. ``topic``: reads the name of an input; ``others``: the group, as earlier outputs of the rule
-    have it. All outputs of a rule share the aggregates."""
+    """The ``records`` of a group. All outputs of a rule share the aggregates.
+
+    ``topic``: reads the name of an input; ``base_group``: the group, as earlier outputs of the rule have it.
+    """
     node = fields.node("records")
     if not isinstance(node, YamlTable) or not node.entries:
         fault = "is missing" if node is None else f"must be a mapping with two topics or one, not {kind(node)}"
         fields.problem("records", f"{fault}; {_RECORDS_FORM}")
         return GroupSection(None)
-    inner = Fields(node, fields.key("records"), fields.problems, None)
+    records = Fields(node, fields.key("records"), fields.problems, None)
     sides: dict[str, str] = {}
-    before = len(fields.problems)
-    for alias in inner.entries:
+    problem_count = len(fields.problems)
+    for alias in records.entries:
         if message := alias_problem(alias, list(sides)):
-            inner.problem(alias, message)
+            records.problem(alias, message)
         elif alias.lower() in _WORDS or re.fullmatch(r"a\d+", alias.lower()):
-            inner.problem(alias, "is a word of its own in groups; choose another alias, such as o")
-        name = topic(inner, alias)
+            records.problem(alias, "is a word of its own in groups; choose another alias, such as o")
+        name = topic(records, alias)
         if name is not None and name in sides.values():
-            inner.problem(alias, f"`{name}` has an alias already; a topic has one")
+            records.problem(alias, f"`{name}` has an alias already; a topic has one")
         sides[alias] = name or ""
-    known = sides if len(fields.problems) == before else None
-    return GroupSection(known) if others is None else GroupSection(known, others.aggregates, others.texts)
+    correct_sides = sides if len(fields.problems) == problem_count else None
+    return (
+        GroupSection(correct_sides)
+        if base_group is None
+        else GroupSection(correct_sides, base_group.aggregates, base_group.texts)
+    )
 
 
 def group_rule(
@@ -212,12 +221,12 @@ def group_rule(
     complete = fields.text("complete-when", _COMPLETE_FORM)
     if section.sides is None:
         return None
-    keys = _each(fields, "group-by", section.sides, _KEY_FORM)
-    wheres = _each(fields, "where", section.sides, "") if "where" in fields else dict[str, str]()
+    keys = _alias_expressions(fields, "group-by", section.sides, _KEY_FORM)
+    wheres = _alias_expressions(fields, "where", section.sides, "") if "where" in fields else dict[str, str]()
     for problem in section.check(complete) if complete is not None else ():
         fields.problem("complete-when", problem)
     try:
-        made = section.rewritten(complete or "")
+        complete_sql = section.rewritten(complete or "")
         outputs = section.shape(key), section.shape(value)
         headers = _headers(headers, section)
         explode, keep = (None if sql is None else section.rewritten(sql) for sql in (explode, keep))
@@ -229,10 +238,10 @@ def group_rule(
     except SqlProblem:
         # An expression with problems is reported already.
         return None
-    used = [item for item in section.aggregates.values() if name_sql(item.name) in made]
-    if not used:
+    used_aggregates = [item for item in section.aggregates.values() if name_sql(item.name) in complete_sql]
+    if not used_aggregates:
         fields.problem("complete-when", f"must aggregate the records of the group: {word_list(NUMBERS)} or first")
-    if lists := [item for item in used if item.function == "list"]:
+    if lists := [item for item in used_aggregates if item.function == "list"]:
         message = f"must not hold `{lists[0].name}`; count the records: count_if(topic = '…')"
         fields.problem("complete-when", message)
     return Rule(
@@ -244,11 +253,11 @@ def group_rule(
         headers,
         keep,
         explode=explode,
-        group=GroupDefinition(tuple(section.aggregates.values()), made),
+        group=GroupDefinition(tuple(section.aggregates.values()), complete_sql),
     )
 
 
-def _each(fields: Fields, key: str, sides: Mapping[str, str], form: str) -> dict[str, str]:
+def _alias_expressions(fields: Fields, key: str, sides: Mapping[str, str], form: str) -> dict[str, str]:
     """Alias → an expression over a record of its topic. One expression is that of every alias."""
     node = fields.node(key)
     if not isinstance(node, YamlTable):
@@ -256,11 +265,11 @@ def _each(fields: Fields, key: str, sides: Mapping[str, str], form: str) -> dict
             fields.problem(key, f"is missing; {form}")
         sql = read_condition(fields, key, over())
         return {} if sql is None else dict.fromkeys(sides, sql)
-    inner = Fields(node, fields.key(key), fields.problems, tuple(sides))
-    found = {alias: sql for alias in sides if (sql := read_condition(inner, alias, over())) is not None}
-    if form and (missing := [alias for alias in sides if alias not in inner]):
-        fields.problem(key, f"has nothing for {word_list(f'`{alias}`' for alias in missing)}; {form}")
-    return found
+    alias_fields = Fields(node, fields.key(key), fields.problems, tuple(sides))
+    expressions = {alias: sql for alias in sides if (sql := read_condition(alias_fields, alias, over())) is not None}
+    if form and (missing_aliases := [alias for alias in sides if alias not in alias_fields]):
+        fields.problem(key, f"has nothing for {word_list(f'`{alias}`' for alias in missing_aliases)}; {form}")
+    return expressions
 
 
 def _headers(headers: Headers | None, section: GroupSection) -> Headers | None:
@@ -269,15 +278,15 @@ def _headers(headers: Headers | None, section: GroupSection) -> Headers | None:
     return {name: section.rewritten(sql) for name, sql in headers.items()}
 
 
-def _spaced(sql: str, tokens: Sequence[Token]) -> str:
+def _single_spaced_text(sql: str, tokens: Sequence[Token]) -> str:
     """The text of some tokens, with one space for the white space between two of them. Literals stay as they are."""
-    gaps = (sql[one.end + 1 : other.start] for one, other in pairwise(tokens))
+    gaps = (sql[token.end + 1 : next_token.start] for token, next_token in pairwise(tokens))
     between = [" ".join(f"<{gap}>".split())[1:-1] for gap in gaps]
-    each = (sql[token.start : token.end + 1] for token in tokens)
-    return "".join(part for pair in zip_longest(each, between, fillvalue="") for part in pair)
+    texts = (sql[token.start : token.end + 1] for token in tokens)
+    return "".join(part for pair in zip_longest(texts, between, fillvalue="") for part in pair)
 
 
-def _prefixed(sql: str, alias: str) -> str:
+def _prefixed_sql(sql: str, alias: str) -> str:
     """An expression over ``kafka``, ``key``, ``value`` and ``topic`` as one over the record ``alias``."""
     for column in sorted(parse(sql).tree.find_all(exp.Column), key=lambda column: -int(column.parts[0].meta["start"])):
         names = next(columns(column), None)

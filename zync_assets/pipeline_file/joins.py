@@ -78,23 +78,23 @@ class _Reader:
         """Aliases that `from:` alone has, in lower case."""
 
     def tree(self, tokens: Sequence[Token]) -> JoinTree | None:
-        first, *others = _parts(tokens)
-        root, rest = self._alias(first)
-        if rest and root is not None:
-            self._surplus(root, rest)
-        joins = [join for part in others if (join := self._join(part)) is not None]
+        first_part, *other_parts = _parts(tokens)
+        root, surplus = self._alias(first_part)
+        if surplus and root is not None:
+            self._surplus(root, surplus)
+        joins = [join for part in other_parts if (join := self._join(part)) is not None]
         return None if root is None else JoinTree(root, tuple(joins))
 
     def _join(self, tokens: Sequence[Token]) -> ViewJoin | None:
         count = next((at for at in range(len(tokens)) if not _is_join_word(tokens, at)), len(tokens))
         words = [token.text.upper() for token in tokens[:count]]
-        alias, rest = self._alias(tokens[count:])
+        alias, on_tokens = self._alias(tokens[count:])
         if words == [","]:
             self.problems.append("must not hold `,`; write JOIN … ON with an equality")
             return None
-        refused = [_REFUSED[word] for word in words if word in _REFUSED]
-        if refused:
-            self.problems.append(refused[0])
+        refusals = [_REFUSED[word] for word in words if word in _REFUSED]
+        if refusals:
+            self.problems.append(refusals[0])
             return None
         if "JOIN" not in words:
             self.problems.append(f"the word JOIN is missing after {' '.join(words)}")
@@ -102,10 +102,10 @@ class _Reader:
         if alias is None:
             return None
         kind: Literal["inner", "left"] = "left" if "LEFT" in words else "inner"
-        pairs = self._pairs(alias, kind, rest)
+        pairs = self._pairs(alias, kind, on_tokens)
         if pairs is None:
             return None
-        [near] = {self.names[name] for one, _ in pairs for name in roots(parse(one).tree)}
+        [near] = {self.names[name] for near_sql, _ in pairs for name in roots(parse(near_sql).tree)}
         return ViewJoin(kind, alias, pairs, near)
 
     def _alias(self, tokens: Sequence[Token]) -> tuple[str | None, Sequence[Token]]:
@@ -113,36 +113,38 @@ class _Reader:
         if not tokens:
             self.problems.append("a table is missing; write an alias of `tables:`")
             return None, ()
-        name, rest = tokens[0], tokens[1:]
-        known = f"aliases: {word_list(self.names.values())}"
+        name, later_tokens = tokens[0], tokens[1:]
+        alias_text = f"aliases: {word_list(self.names.values())}"
         if name.token_type == TokenType.L_PAREN:
-            self.problems.append(f"must not hold parentheses around tables; write the joins one after another; {known}")
+            self.problems.append(
+                f"must not hold parentheses around tables; write the joins one after another; {alias_text}"
+            )
             return None, ()
         alias = self.names.get(name.text.lower()) if name.token_type in _NAMES else None
         if alias is None:
             self.unknown.add(name.text.lower())
-            near = suggestion(name.text, self.names.values())
-            self.problems.append(f"`{name.text}` is no alias of `tables:`; {known}{near}")
+            hint = suggestion(name.text, self.names.values())
+            self.problems.append(f"`{name.text}` is no alias of `tables:`; {alias_text}{hint}")
             return None, ()
         if alias in self.joined:
             self.problems.append(f"joins `{alias}` twice; give the topic a second alias in `tables:`")
             return None, ()
         self.joined.append(alias)
-        return alias, rest
+        return alias, later_tokens
 
-    def _surplus(self, alias: str, rest: Sequence[Token]) -> None:
-        if rest[0].token_type == TokenType.DOT:
+    def _surplus(self, alias: str, surplus: Sequence[Token]) -> None:
+        if surplus[0].token_type == TokenType.DOT:
             self.problems.append(f"must name aliases of `tables:`, not columns or topics: `{alias}.…`")
         else:
-            self.unknown |= {token.text.lower() for token in rest[:2]}
+            self.unknown |= {token.text.lower() for token in surplus[:2]}
             cure = f"`tables:` names the aliases; aliases: {word_list(self.names.values())}"
-            self.problems.append(f"`{rest[0].text}` can't stand after `{alias}`; {cure}")
+            self.problems.append(f"`{surplus[0].text}` can't stand after `{alias}`; {cure}")
 
     def _pairs(
         self, alias: str, kind: Literal["inner", "left"], tokens: Sequence[Token]
     ) -> tuple[tuple[str, str], ...] | None:
-        before = self.joined[:-1]
-        example = f"ON {before[0] if before else 'o'}.… = {alias}.…"
+        earlier_aliases = self.joined[:-1]
+        example = f"ON {earlier_aliases[0] if earlier_aliases else 'o'}.… = {alias}.…"
         if tokens and tokens[0].text.upper() == "USING":
             self.problems.append(f"must not hold USING, which names no table; write {example}")
             return None
@@ -177,25 +179,25 @@ class _Reader:
         """The pairs of an ON, the side of the alias before it first."""
         form = f"{_FORM}; {_CURES[kind]}"
         expression = parse(text)
-        found: list[tuple[str, str]] = []
+        pairs: list[tuple[str, str]] = []
         partners: dict[str, None] = {}
         for conjunct in conjuncts(expression.tokens, expression, form):
             sides = equality(conjunct, expression, form)
             names = [{self.names[name] for name in roots(parse(side).tree)} for side in sides]
             shown = f"`{sides[0]} = {sides[1]}`"
-            for side, mixed in zip(sides, names, strict=True):
-                if len(mixed) > 1:
-                    raise SqlProblem(f"`{side}` mixes {' and '.join(sorted(mixed))}; a side is of one table")
+            for side, side_aliases in zip(sides, names, strict=True):
+                if len(side_aliases) > 1:
+                    raise SqlProblem(f"`{side}` mixes {' and '.join(sorted(side_aliases))}; a side is of one table")
             if {alias} not in names or not all(names) or names[0] == names[1]:
                 raise SqlProblem(f"{shown} does not compare {alias} with a table before it; {_CURES[kind]}")
-            own = names.index({alias})
-            partners |= dict.fromkeys(names[1 - own])
-            found.append((sides[1 - own], sides[own]))
+            alias_index = names.index({alias})
+            partners |= dict.fromkeys(names[1 - alias_index])
+            pairs.append((sides[1 - alias_index], sides[alias_index]))
         if len(partners) > 1:
-            rest = "and put the other equalities into `where:`"
-            cure = f"keep one table{', ' + rest if kind == 'inner' else '; a LEFT JOIN compares with one table'}"
+            where_cure = "and put the other equalities into `where:`"
+            cure = f"keep one table{', ' + where_cure if kind == 'inner' else '; a LEFT JOIN compares with one table'}"
             raise SqlProblem(f"compares {alias} with {' and '.join(partners)}; the joins form a tree: {cure}")
-        return found
+        return pairs
 
 
 def _parts(tokens: Sequence[Token]) -> list[Sequence[Token]]:

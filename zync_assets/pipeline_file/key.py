@@ -59,27 +59,27 @@ def paths(keys: Sequence[Key], above: str = "") -> Iterator[tuple[str, Key]]:
         yield from paths(key.keys, path)
 
 
-def found(known: Mapping[str, Key], path: str) -> str | None:
+def found(keys: Mapping[str, Key], path: str) -> str | None:
     """The known path that ``path`` means; None for an unknown one.
 
     ``inputs[0].topic`` means ``inputs.topic``. A name below an open key, such as a property of librdkafka, means the
     open key.
     """
-    plain = _INDEX.sub("", path)
-    if plain in known:
-        return plain
-    return next((above for above, key in known.items() if key.open and plain.startswith(f"{above}.")), None)
+    plain_path = _INDEX.sub("", path)
+    if plain_path in keys:
+        return plain_path
+    return next((above for above, key in keys.items() if key.open and plain_path.startswith(f"{above}.")), None)
 
 
-def near(known: Mapping[str, Key], path: str) -> list[str]:
+def near(keys: Mapping[str, Key], path: str) -> list[str]:
     """At most three known paths that resemble an unknown one, the closest first."""
-    plain = _INDEX.sub("", path).lower()
-    last = plain.rpartition(".")[2]
-    by_path = difflib.get_close_matches(plain, list(known), n=3, cutoff=0.75)
+    plain_path = _INDEX.sub("", path).lower()
+    last_name = plain_path.rpartition(".")[2]
+    by_path = difflib.get_close_matches(plain_path, list(keys), n=3, cutoff=0.75)
     by_name = [
         place
-        for name in difflib.get_close_matches(last, {key.name for key in known.values()}, n=3, cutoff=0.75)
-        for place, key in known.items()
+        for name in difflib.get_close_matches(last_name, {key.name for key in keys.values()}, n=3, cutoff=0.75)
+        for place, key in keys.items()
         if key.name == name
     ]
     return list(dict.fromkeys([*by_path, *by_name]))[:3]
@@ -262,13 +262,13 @@ def read_kafka(fields: Fields) -> dict[str, str]:
 
 def _check_kafka(kafka: Fields, properties: Mapping[str, str]) -> None:
     """Have librdkafka check the properties. A plugin would run, and bring properties of its own."""
-    own = {key: value for key, value in properties.items() if key not in _PYTHONS and UNSET not in value}
-    if own.keys() <= {"bootstrap.servers"} or "plugin.library.paths" in own:
+    checked_properties = {key: value for key, value in properties.items() if key not in _PYTHONS and UNSET not in value}
+    if checked_properties.keys() <= {"bootstrap.servers"} or "plugin.library.paths" in checked_properties:
         return
     # Here alone: a file that names no more than its brokers needs no library.
     from zync_assets.kafka.librdkafka import refused_properties
 
-    for key, is_known in refused_properties(own).items():
+    for key, is_known in refused_properties(checked_properties).items():
         if not is_known:
             kafka.problem(key, f"is no property of librdkafka{suggestion(key, _PROPERTIES) or f'; see {_LIST}'}")
         elif key == "security.protocol":
@@ -292,8 +292,8 @@ def read_spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:
         if key in ("spark.master", "spark.remote"):
             spark.problem(key, f"write {key.removeprefix('spark.')}:")
         elif key not in ("master", "remote") and not key.startswith("spark."):
-            near = suggestion(key, ("master", "remote")) or f"; did you mean `spark.{key}`?"
-            spark.problem(key, f"is no Spark property: they begin with `spark.`{near}")
+            hint = suggestion(key, ("master", "remote")) or f"; did you mean `spark.{key}`?"
+            spark.problem(key, f"is no Spark property: they begin with `spark.`{hint}")
     for key, reason in contradictions(properties):
         spark.problem(key, reason)
     if "master" in spark and "remote" in spark and properties.get("remote") != SHARED:

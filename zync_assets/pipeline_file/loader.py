@@ -57,7 +57,7 @@ def read_lake(fields: Fields, path: Path, env: Mapping[str, str]) -> str:
     """An absolute path, or a ``LakeUri`` with its settings."""
     node = fields.node("lake")
     if isinstance(node, YamlTable):
-        return _of_mapping(Fields(node, "lake", fields.problems, None), path, env)
+        return _mapping_lake(Fields(node, "lake", fields.problems, None), path, env)
     if node is not None and not isinstance(node, Scalar):
         fields.problem("lake", f"must be a folder, a URI or a mapping with uri:, not {kind(node)}")
         return ""
@@ -65,7 +65,7 @@ def read_lake(fields: Fields, path: Path, env: Mapping[str, str]) -> str:
     return "" if text is None else _place(fields, "lake", text, {}, path, env)
 
 
-def _of_mapping(lake: Fields, path: Path, env: Mapping[str, str]) -> str:
+def _mapping_lake(lake: Fields, path: Path, env: Mapping[str, str]) -> str:
     settings = lake.flat()
     uri = settings.pop("uri", None)
     if uri is None:
@@ -123,7 +123,7 @@ def _folder(fields: Fields, key: str, text: str, path: Path) -> str:
         text = unquote(parts.path)
     try:
         folder = (path.absolute().parent / Path(text).expanduser()).resolve()
-        if any(each.is_file() for each in (folder, *folder.parents)):
+        if any(ancestor.is_file() for ancestor in (folder, *folder.parents)):
             fields.problem(key, "is a file, or a path below one; name a folder")
         return str(folder)
     except (OSError, RuntimeError, ValueError):
@@ -238,8 +238,8 @@ def load_pipeline(path: str | os.PathLike[str], env: Mapping[str, str] = os.envi
     path = Path(path)
     node, problems = read(path, env)
     if isinstance(node, YamlTable):
-        named = Fields(node, "", problems, known_names(FILE), _HINTS)
-        file = with_patterns(YamlTable(node.line, tuple(named.entries.values())))
+        file_fields = Fields(node, "", problems, known_names(FILE), _HINTS)
+        file = with_patterns(YamlTable(node.line, tuple(file_fields.entries.values())))
         pipeline = _pipeline(Fields(file, "", problems, None), path, env)
         if not problems:
             return pipeline
@@ -253,9 +253,11 @@ def load_pipeline(path: str | os.PathLike[str], env: Mapping[str, str] = os.envi
 
 def _causes(problems: list[Problem]) -> list[Problem]:
     """The problems without those that follow from others, such as a misspelt key or a variable that is not set."""
-    explained = {key for item in problems for key in item.explains}
-    if explained:
-        problems = [item for item in problems if item.explains or not (item.key in explained or UNSET in item.message)]
+    explained_keys = {key for item in problems for key in item.explains}
+    if explained_keys:
+        problems = [
+            item for item in problems if item.explains or not (item.key in explained_keys or UNSET in item.message)
+        ]
     return [item for item in problems if item.message != NO_PATTERN] or problems
 
 
@@ -335,8 +337,8 @@ def _registry(fields: Fields, env: Mapping[str, str], has_avro: bool) -> Registr
     registry = Fields(table, "registry", fields.problems, None)
     properties = registry.flat()
     for key in properties if "url" not in registry else ():
-        if near := suggestion(key, ("url",)):
-            registry.problem(key, f"is no property of the registry's client{near}")
+        if hint := suggestion(key, ("url",)):
+            registry.problem(key, f"is no property of the registry's client{hint}")
     url = properties.pop("url", DEFAULT_REGISTRY)
     if not _HTTP.match(url):
         registry.problem("url", _WRONG_URL)

@@ -24,17 +24,17 @@ _FORM = "write {c: {table: Customers, on: c.id = in.value.after.customer_id, mis
 @dataclass(frozen=True)
 class LookedUpRows:
     """The look-ups of a rule. ``rows``: alias in lower case → whether the alias has the default row; of faulty look-ups too.
-    ``known``: whether the aliases are known."""
+    ``is_known``: whether the aliases are known."""
 
     lookups: tuple[Lookup, ...] = ()
     rows: Mapping[str, bool] | None = None
-    known: bool = True
+    is_known: bool = True
 
 
-def with_rows(sides: Sequence[str], found: LookedUpRows) -> Check:
+def with_rows(sides: Sequence[str], looked_up_rows: LookedUpRows) -> Check:
     """The check of an expression over the records of a rule and the rows that it looks up."""
-    rows = found.rows or {}
-    if not found.known:
+    rows = looked_up_rows.rows or {}
+    if not looked_up_rows.is_known:
         return lambda sql: ()
     return lambda sql: check_expression(sql, sides, rows)
 
@@ -47,25 +47,25 @@ def read_lookups(fields: Fields, section: Section, topic: Callable[[Fields, str]
     if not section.sides:
         cure = "a view joins its tables in `from:`" if section is VIEW else f"a {section.kind} rule has no look-ups"
         fields.problem("lookup", f"belongs to a stateless or a denorm rule; {cure}")
-        return LookedUpRows(known=False)
+        return LookedUpRows(is_known=False)
     if not isinstance(node, YamlTable) or not node.entries:
         fault = "is empty" if isinstance(node, YamlTable) else f"must be a mapping of aliases, not {kind(node)}"
         fields.problem("lookup", f"{fault}; {_FORM}")
-        return LookedUpRows(known=False)
-    outer = Fields(node, fields.key("lookup"), fields.problems, None)
+        return LookedUpRows(is_known=False)
+    lookup_fields = Fields(node, fields.key("lookup"), fields.problems, None)
     rows: dict[str, bool] = {}
     lookups: list[Lookup] = []
-    for alias, entry in outer.entries.items():
+    for alias, entry in lookup_fields.entries.items():
         if message := alias_problem(alias, list(rows)):
-            outer.problem(alias, message)
+            lookup_fields.problem(alias, message)
         if not isinstance(entry.node, YamlTable):
-            outer.problem(alias, f"must be a mapping, not {kind(entry.node)}; {_FORM}")
+            lookup_fields.problem(alias, f"must be a mapping, not {kind(entry.node)}; {_FORM}")
             rows[alias.lower()] = False
             continue
-        item = Fields(entry.node, outer.key(alias), fields.problems, known_names(LOOKUP.keys))
+        item = Fields(entry.node, lookup_fields.key(alias), fields.problems, known_names(LOOKUP.keys))
         rows[alias.lower()] = "row" not in item
-        found = _lookup(item, alias, section, rows[alias.lower()], topic(item, "table"))
-        lookups += [] if found is None else [found]
+        lookup = _lookup(item, alias, section, rows[alias.lower()], topic(item, "table"))
+        lookups += [] if lookup is None else [lookup]
     return LookedUpRows(tuple(lookups), rows)
 
 
@@ -75,7 +75,7 @@ def _lookup(item: Fields, alias: str, section: Section, is_default: bool, name: 
     sides, pairs, problems = _pairs(on, alias, section.sides, is_default) if on is not None else ([], [], [])
     for message in problems:
         item.problem("on", message)
-    missing = _missing(item)
+    missing = _read_missing(item)
     wait = item.duration("wait")
     if "wait" in item and missing in ("null", "quarantine"):
         item.problem("wait", f"goes with missing: wait; with {missing} no record waits")
@@ -91,7 +91,7 @@ def _lookup(item: Fields, alias: str, section: Section, is_default: bool, name: 
     return Lookup(table, sides[0], tuple(pairs), missing, (wait or WAIT_MS) if missing == "wait" else 0)
 
 
-def _missing(item: Fields) -> Missing | None:
+def _read_missing(item: Fields) -> Missing | None:
     words: tuple[Missing, ...] = get_args(Missing)
     node = item.node("missing")
     if isinstance(node, Scalar) and node.value is None and node.text:
@@ -111,19 +111,19 @@ def _pairs(
         return [], [], problems
     expression = parse(sql)
     pairs: list[tuple[str, str]] = []
-    named, row = dict[str, None](), frozenset({alias.lower()})
+    record_names, row = dict[str, None](), frozenset({alias.lower()})
     try:
         for conjunct in conjuncts(expression.tokens, expression, form):
             texts = equality(conjunct, expression, form)
             names = [roots(parse(text).tree) for text in texts]
-            if row not in names or not all(len(each) == 1 for each in names) or names[0] == names[1]:
+            if row not in names or not all(len(side_names) == 1 for side_names in names) or names[0] == names[1]:
                 records = " or ".join(f"`{side}`" for side in sides)
                 raise SqlProblem(f"`{texts[0]} = {texts[1]}` does not compare `{alias}` with {records}; {form}")
-            own = names.index(row)
-            named |= dict.fromkeys(names[1 - own])
-            pairs.append((texts[1 - own], texts[own]))
+            row_index = names.index(row)
+            record_names |= dict.fromkeys(names[1 - row_index])
+            pairs.append((texts[1 - row_index], texts[row_index]))
     except SqlProblem as problem:
         return [], [], [str(problem)]
-    if len(named) > 1:
-        return [], [], [f"compares `{alias}` with {word_list(named)}; a row is looked up for one record"]
-    return list(named), pairs, []
+    if len(record_names) > 1:
+        return [], [], [f"compares `{alias}` with {word_list(record_names)}; a row is looked up for one record"]
+    return list(record_names), pairs, []

@@ -120,15 +120,15 @@ class _References:
                 at += 2
             elif self._kind(at) == TokenType.L_BRACKET:
                 type = _element(type)
-                at = self._after(at)
+                at = self._index_after(at)
             else:
                 return type, at, names
 
     def _field(self, type: pa.DataType | None, name: str) -> tuple[str, pa.DataType | None]:
         """A field's name in the lake, and its type."""
         if type is not None and pa.types.is_list(type):
-            field_name, inner = self._field(type.value_type, name)
-            return field_name, None if inner is None else pa.list_(inner)
+            field_name, item_type = self._field(type.value_type, name)
+            return field_name, None if item_type is None else pa.list_(item_type)
         if type is None or not pa.types.is_struct(type):
             return self._name_without_type(name), None
         fields = fields_of(type)
@@ -163,12 +163,12 @@ class _References:
             end += 1
         types: list[pa.DataType | None] = [None] * len(names)
         if opening > 0 and self._is_root(opening + 1):
-            type, after, _ = self._path(opening + 1)
-            if self._kind(after) == TokenType.COMMA:
+            type, next_index, _ = self._path(opening + 1)
+            if self._kind(next_index) == TokenType.COMMA:
                 types = _variable_types(self.tokens[opening - 1].text.lower(), type, len(names))
         return [_Variable(name.lower(), type, first, end) for name, type in zip(names, types, strict=True)]
 
-    def _after(self, opening: int) -> int:
+    def _index_after(self, opening: int) -> int:
         """The index of the token after the closing bracket. ``opening``: the index of the opening bracket."""
         depth = 0
         for at in range(opening, len(self.tokens)):
@@ -209,8 +209,8 @@ def _twins(type: pa.DataType, name: str) -> list[str]:
     if not kinds.is_struct(type):
         return []
     alike = [original(item) for item in fields_of(type) if original(item).lower() == name.lower()]
-    inner = [twin for item in fields_of(type) for twin in _twins(item.type, name)]
-    return [*(alike if len(alike) > 1 else []), *inner]
+    nested_twins = [twin for item in fields_of(type) for twin in _twins(item.type, name)]
+    return [*(alike if len(alike) > 1 else []), *nested_twins]
 
 
 def _ambiguity(name: str, fields: Sequence[str]) -> SqlProblem:
@@ -242,7 +242,8 @@ def with_lake_names(pipeline: Pipeline, raw: Mapping[str, RawState | None], stat
     for rule in pipeline.rules:
         columns = {"key": staging.key_column(rule.out), "value": staging.value_column(rule.out)}
         sides = {
-            side: lake_fields.setdefault(column, _LakeFields.of(have.get(column))) for side, column in columns.items()
+            side: lake_fields.setdefault(column, _LakeFields.from_type(have.get(column)))
+            for side, column in columns.items()
         }
         rules.append(_rewritten(rule, types, sides, partial(_rewriter, names_differ=names_differ)))
     return replace(pipeline, rules=tuple(rules))
@@ -254,19 +255,19 @@ def lacking_fields(rule: Rule, types: Mapping[str, pa.StructType]) -> dict[str, 
     ``types``: input topic → ``struct<kafka, key, value>`` (``record_type``); a side of an unknown type is null. EtlError as
     ``with_lake_names``.
     """
-    found: dict[str, pa.DataType] = {}
+    type_by_path: dict[str, pa.DataType] = {}
 
     def collector(roots: Mapping[str, pa.DataType | None]) -> Rewrite:
         def collect(sql: str) -> str:
             references = _references(sql, roots)
             references.rewrite()
-            found.update(references.unknown)
+            type_by_path.update(references.unknown)
             return sql
 
         return collect
 
     _rewritten(rule, types, {"key": _LakeFields(), "value": _LakeFields()}, collector)
-    return found
+    return type_by_path
 
 
 def shape_in_lake_names(shape: RecordShape, key: pa.DataType, value: pa.DataType) -> RecordShape:
@@ -293,16 +294,16 @@ class _LakeFields:
     """The fields that rules make in one struct of an output: name in the topic → name in the lake, and what is inside."""
 
     names: dict[str, str] = field(default_factory=dict[str, str])
-    inner: dict[str, _LakeFields] = field(default_factory=dict)
+    children: dict[str, _LakeFields] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, type: pa.DataType | None) -> _LakeFields:
+    def from_type(cls, type: pa.DataType | None) -> _LakeFields:
         lake_fields = cls()
         if type is not None and pa.types.is_struct(type):
             for at in range(type.num_fields):
                 item = type.field(at)
                 lake_fields.names[original_name(item.name)] = item.name
-                lake_fields.inner[original_name(item.name)] = cls.of(item.type)
+                lake_fields.children[original_name(item.name)] = cls.from_type(item.type)
         return lake_fields
 
     def shape(self, shape: Shape, rewrite: Rewrite) -> Shape:
@@ -314,7 +315,7 @@ class _LakeFields:
         for name, part in shape.items():
             if name not in self.names:
                 self.names[name] = lake_name(name, self.names.values())
-            shapes[self.names[name]] = self.inner.setdefault(name, _LakeFields()).shape(part, rewrite)
+            shapes[self.names[name]] = self.children.setdefault(name, _LakeFields()).shape(part, rewrite)
         return shapes
 
 
@@ -343,21 +344,28 @@ def _rewritten(
         return rewrite
 
     def condition(where: str | None, topic: str) -> str | None:
-        own = {name: _side(types.get(topic), name) for name in ("kafka", "key", "value")}
-        return None if where is None else rewriter(own)(where)
+        column_types = {name: _side(types.get(topic), name) for name in ("kafka", "key", "value")}
+        return None if where is None else rewriter(column_types)(where)
 
     roots: dict[str, pa.DataType | None] = {side.name: types.get(side.topic) for side in rule.sides}
     view = rule.view
     records = {item.alias: types.get(item.topic) for item in rule.tables}
-    each = {alias: {name: _side(kind, name) for name in ("kafka", "key", "value")} for alias, kind in records.items()}
+    columns_by_alias = {
+        alias: {name: _side(kind, name) for name in ("kafka", "key", "value")} for alias, kind in records.items()
+    }
     # An alias of a view is a row, and no record.
     roots = {} if view is not None else roots
-    roots |= {item.alias: row_type(item, each[item.alias]) for item in rule.tables}
+    roots |= {item.alias: row_type(item, columns_by_alias[item.alias]) for item in rule.tables}
     for item in rule.group.named("first", "list") if rule.group is not None else ():
-        own = roots[next(iter(item.arguments))]
-        roots[item.name] = own if item.function == "first" or own is None else pa.list_(own)
+        side_type = roots[next(iter(item.arguments))]
+        roots[item.name] = side_type if item.function == "first" or side_type is None else pa.list_(side_type)
     if view is not None:
-        view = with_names(rule, view, {alias: rewriter(own) for alias, own in each.items()}, rewriter(roots))
+        view = with_names(
+            rule,
+            view,
+            {alias: rewriter(column_types) for alias, column_types in columns_by_alias.items()},
+            rewriter(roots),
+        )
     rewrite = rewriter(roots)
     sides = (
         replace(side, where=condition(side.where, side.topic), keys=tuple(map(rewrite, side.keys)))
@@ -376,8 +384,8 @@ def _rewritten(
         lookups=tuple(
             replace(
                 item,
-                table=table_with_names(item.table, rewriter(each[item.alias])),
-                on=tuple((rewrite(record), rewrite(own)) for record, own in item.on),
+                table=table_with_names(item.table, rewriter(columns_by_alias[item.alias])),
+                on=tuple((rewrite(record), rewrite(row_sql)) for record, row_sql in item.on),
             )
             for item in rule.lookups
         ),

@@ -50,12 +50,12 @@ def composed(rule: Rule, shape: RecordShape) -> Rule:
     Raises Missing if ``where`` or a side that is one expression needs what the rule does not make, or if no field of a
     side is left.
     """
-    made = {"key": rule.key, "value": rule.value}
-    keep = rule.keep if shape.where is None else _expression(shape.where, made)
+    shapes = {"key": rule.key, "value": rule.value}
+    keep = rule.keep if shape.where is None else _expression(shape.where, shapes)
     if rule.keep is not None and shape.where is not None:
         keep = f"({rule.keep}) AND ({keep})"
     sides = {
-        side: _guarded(side, rule.value, _side(part, made, side))
+        side: _null_guarded(side, rule.value, _side(part, shapes, side))
         if not (side == "value" and rule.value is None)
         else None
         for side, part in shape.sides.items()
@@ -93,31 +93,31 @@ def _has(shape: Shape, path: tuple[str, ...]) -> bool:
     return True
 
 
-def _guarded(side: str, value: Shape, shape: Shape) -> Shape:
+def _null_guarded(side: str, value: Shape, shape: Shape) -> Shape:
     """A value that is null stays null; one that is a mapping never is."""
     if side == "key" or not isinstance(value, str) or shape is None:
         return shape
     return f"CASE WHEN ({value}) IS NOT NULL THEN {shape_sql(shape)} END"
 
 
-def _side(shape: Shape, made: Mapping[str, Shape], path: str) -> Shape:
+def _side(shape: Shape, shapes: Mapping[str, Shape], path: str) -> Shape:
     if shape is None:
         return None
     if isinstance(shape, str):
-        return _expression(shape, made)
-    kept: dict[str, Shape] = {}
-    missing: Missing | None = None
+        return _expression(shape, shapes)
+    fields: dict[str, Shape] = {}
+    lack: Missing | None = None
     for name, part in shape.items():
         try:
-            kept[name] = _side(part, made, f"{path}.{name}")
+            fields[name] = _side(part, shapes, f"{path}.{name}")
         except Missing as error:
-            missing = error
-    if not kept and missing is not None:
-        raise missing
-    return kept
+            lack = error
+    if not fields and lack is not None:
+        raise lack
+    return fields
 
 
-def _expression(sql: str, made: Mapping[str, Shape]) -> str:
+def _expression(sql: str, shapes: Mapping[str, Shape]) -> str:
     """The expression with what the rule makes in place of ``key`` and ``value``."""
     edits: list[tuple[int, int, str]] = []
     nulls: list[TextSpan] = []
@@ -127,8 +127,8 @@ def _expression(sql: str, made: Mapping[str, Shape]) -> str:
             continue  # a variable of a lambda function
         parts = column.parts
         root, names = parts[0].name.lower(), [part.name for part in parts[1:]]
-        text, used = _found(made[root], names, root)
-        start, end = int(parts[0].meta["start"]), int(parts[used].meta["end"]) + 1
+        text, name_count = _sql_at(shapes[root], names, root)
+        start, end = int(parts[0].meta["start"]), int(parts[name_count].meta["end"]) + 1
         if text is None:
             nulls.append((start, end))
         else:
@@ -140,13 +140,13 @@ def _expression(sql: str, made: Mapping[str, Shape]) -> str:
     return sql
 
 
-def _found(shape: Shape, names: list[str], path: str) -> tuple[str | None, int]:
+def _sql_at(shape: Shape, names: list[str], path: str) -> tuple[str | None, int]:
     """The rule's SQL at a path (None: null), and the number of names that lead to it. The remaining names follow the SQL."""
-    for used, name in enumerate(names):
+    for name_count, name in enumerate(names):
         if shape is None:
             return None, len(names)
         if isinstance(shape, str):
-            return f"({shape})", used
+            return f"({shape})", name_count
         path = f"{path}.{name}"
         # Prefers the exact name to a name in other case.
         fields = {field.lower(): part for field, part in shape.items()} | dict(shape)
@@ -167,7 +167,7 @@ _MISSING_VALUE = "write one expression or a mapping, or `value: null` for a tomb
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _Entry:
     """A rule with its place in the file. ``group``: the section of a group."""
 
     rule: Rule
@@ -182,11 +182,11 @@ def read_rules(
     problems: list[Problem],
 ) -> tuple[Rule, ...]:
     """The rules that could be made; ``inputs`` and ``outputs`` by topic, None where one has problems of its own."""
-    placed: list[_Placed] = []
+    entries: list[_Entry] = []
     names: dict[str, int] = {}
     for position, (path, table) in enumerate(tables, start=1):
         fields = Fields(table, path, problems, known_names(rule_keys()), _HINTS)
-        rules: list[_Placed | None] = []
+        rules: list[_Entry | None] = []
         for item in each_output(fields):
             rules.append(_read_rule(item, position, inputs, outputs, rules[0] and rules[0].group if rules else None))
         name = fields.text("name") if "name" in fields else None
@@ -196,28 +196,28 @@ def read_rules(
         if name in names:
             fields.problem("name", f"the rule on line {names[name]} is called `{name}` already; names are unique")
         names.setdefault(name, fields.line_of("name"))
-        placed += [
-            _Placed(replace(rule, was=former_name(item.fields, rule)), item.fields)
+        entries += [
+            _Entry(replace(rule, was=former_name(item.fields, rule)), item.fields)
             for item, rule in parts(rules, lambda item: item.rule)
         ]
-    for item in placed:
+    for item in entries:
         if item.rule.was in names:
             item.fields.problem("was", f"`{item.rule.was}` is the name of a rule of this file; remove the key")
     # An output with a problem is in a pool of its own here: its true pool may not be known.
     pools = {topic: f"of {topic}" if item is None else item.pool for topic, item in outputs.items()}
-    _check_reach(placed, pools)
-    check_parts([(item.rule, item.fields) for item in placed], outputs)
-    check_pools([(item.rule, item.fields) for item in placed], pools)
-    made = held(list(_composed(placed, outputs)), outputs)
-    for item, rule in zip(placed, made, strict=True):
+    _check_reach(entries, pools)
+    check_parts([(item.rule, item.fields) for item in entries], outputs)
+    check_pools([(item.rule, item.fields) for item in entries], pools)
+    final_rules = held(list(_with_shapes(entries, outputs)), outputs)
+    for item, rule in zip(entries, final_rules, strict=True):
         _check_formats(item, rule, inputs, outputs.get(rule.out))
-    return made
+    return final_rules
 
 
-def _composed(placed: Sequence[_Placed], outputs: Mapping[str, Output | None]) -> Iterator[Rule]:
+def _with_shapes(entries: Sequence[_Entry], outputs: Mapping[str, Output | None]) -> Iterator[Rule]:
     """The rules with the shapes of their outputs in them."""
-    made: dict[str, list[tuple[_Placed, Rule]]] = {}
-    for item in placed:
+    rules_by_topic: dict[str, list[tuple[_Entry, Rule]]] = {}
+    for item in entries:
         output, rule = outputs.get(item.rule.out), item.rule
         if output is not None and output.shape is not None and rule.view is not None:
             message = (
@@ -233,9 +233,9 @@ def _composed(placed: Sequence[_Placed], outputs: Mapping[str, Output | None]) -
                     f"`{rule.out}` has a shape that needs `{error}`, which this rule does not make; make it, or change the"
                     " shape",
                 )
-            made.setdefault(rule.out, []).append((item, rule))
+            rules_by_topic.setdefault(rule.out, []).append((item, rule))
         yield rule
-    for topic, rules in made.items():
+    for topic, rules in rules_by_topic.items():
         output = outputs.get(topic)
         assert output is not None and output.shape is not None
         # A rule with a problem is not here, and may make the field.
@@ -246,20 +246,20 @@ def _composed(placed: Sequence[_Placed], outputs: Mapping[str, Output | None]) -
             rules[0][0].fields.problem("out", message)
 
 
-def _check_formats(placed: _Placed, rule: Rule, inputs: Mapping[str, Input | None], output: Output | None) -> None:
+def _check_formats(entry: _Entry, rule: Rule, inputs: Mapping[str, Input | None], output: Output | None) -> None:
     """Problems of keys and values whose type is plain to see, and that the output's format has no form for."""
     if output is None:
         return
     # An alias of a view is a row, not a record, and a group has several records.
     sides = () if rule.view is not None or rule.group is not None else rule.sides
-    known = {side.name: item for side in sides if (item := inputs.get(side.topic)) is not None}
+    input_by_side = {side.name: item for side in sides if (item := inputs.get(side.topic)) is not None}
     for side, shape, form in (("key", rule.key, output.key.format), ("value", rule.value, output.value.format)):
         if isinstance(shape, str) and form in ("string", "bytes"):
             # Here: few files need it, and it loads the codecs.
             from zync_assets.pipeline_file.plain_types import format_problem
 
-            if (message := format_problem(shape, form, known)) is not None:
-                placed.fields.problem(side, message)
+            if (message := format_problem(shape, form, input_by_side)) is not None:
+                entry.fields.problem(side, message)
 
 
 def _read_rule(
@@ -267,10 +267,10 @@ def _read_rule(
     position: int,
     inputs: Mapping[str, Input | None],
     outputs: Mapping[str, Output | None],
-    others: GroupSection | None,
-) -> _Placed | None:
-    """``others``: the group, as earlier outputs of the rule have it."""
-    before = len(fields.problems)
+    base_group: GroupSection | None,
+) -> _Entry | None:
+    """``base_group``: the group, as earlier outputs of the rule have it."""
+    count = len(fields.problems)
     section = _section(fields)
     if section is None:
         return None
@@ -279,13 +279,13 @@ def _read_rule(
     output = outputs.get(out) if out is not None else None
     if "zed" in fields:
         zed = _read_zed(fields, section, name, out or "", output, inputs, outputs)
-        return _Placed(zed, fields) if zed is not None and out is not None and len(fields.problems) == before else None
+        return _Entry(zed, fields) if zed is not None and out is not None and len(fields.problems) == count else None
     query = None
     if section is VIEW:
         query = read_query(fields, lambda item, key: _topic(item, key, inputs, outputs, "input", "output"))
     group = None
     if section is GROUP:
-        group = read_group(fields, lambda item, key: _topic(item, key, inputs, outputs, "input", "output"), others)
+        group = read_group(fields, lambda item, key: _topic(item, key, inputs, outputs, "input", "output"), base_group)
     rows = read_lookups(fields, section, lambda item, key: _topic(item, key, inputs, outputs, "input", "output"))
     check = with_rows(section.sides, rows) if query is None else query.check()
     checks = check if query is None else query.check(aggregates=True)
@@ -297,25 +297,25 @@ def _read_rule(
     elif "explode" in fields and section is not VIEW:
         check = checks = with_rows(section.sides, replace(rows, rows={**(rows.rows or {}), ITEM: False}))
     keep = read_condition(fields, WHERE, check) if WHERE in fields else None
-    key = _shape_of(fields, "key", check, _MISSING_KEY, output.key if output else None)
-    value = _shape_of(fields, "value", checks, _MISSING_VALUE, output.value if output else None)
+    key = _read_side(fields, "key", check, _MISSING_KEY, output.key if output else None)
+    value = _read_side(fields, "value", checks, _MISSING_VALUE, output.value if output else None)
     headers = read_headers(fields, checks, output is not None and output.provenance)
-    _refuse_others(fields, section)
+    _refuse_other_keys(fields, section)
     expiry = read_expiry(fields, section)
     rule = None if query is None else read_view(fields, name, out or "", query, key, value, headers)
     if group is not None:
         rule = group_rule(fields, name, out or "", group, key, value, headers, explode, keep)
     if query is not None or group is not None:
-        is_known = rule is not None and out is not None and len(fields.problems) == before
-        return _Placed(replace(rule, expiry=expiry), fields, group) if rule is not None and is_known else None
+        is_known = rule is not None and out is not None and len(fields.problems) == count
+        return _Entry(replace(rule, expiry=expiry), fields, group) if rule is not None and is_known else None
     topics = _topics(fields, section, inputs, outputs)
     parts = section.read_join(fields)
     wheres = _wheres(fields, section)
     sides = [Side(side, topic, wheres[side], parts.get(side, ())) for side, topic in topics.items()]
-    if len(fields.problems) > before or out is None:
+    if len(fields.problems) > count or out is None:
         return None
     rule = Rule(section.kind, name, tuple(sides), out, key, value, headers, keep, lookups=rows.lookups, expiry=expiry)
-    return _Placed(replace(rule, explode=explode), fields)
+    return _Entry(replace(rule, explode=explode), fields)
 
 
 def _read_zed(
@@ -333,7 +333,7 @@ def _read_zed(
 
     topics = _topics(fields, section, inputs, outputs)
     headers = read_headers(fields, over(section.sides), output is not None and output.provenance)
-    _refuse_others(fields, section)
+    _refuse_other_keys(fields, section)
     zed = read_zed(fields, section)
     if zed is None or len(topics) < len(section.sides):
         return None
@@ -353,11 +353,9 @@ def _topics(
     topics: dict[str, str] = {}
     for side in section.sides:
         topic = _topic(fields, side, inputs, outputs, "input", "output")
-        other = next((name for name, known in topics.items() if known == topic), None)
-        if other is not None:
-            fields.problem(
-                side, f"is the topic that `{other}` names, `{topic}`; a {section.kind} rule joins two topics"
-            )
+        twin = next((name for name, side_topic in topics.items() if side_topic == topic), None)
+        if twin is not None:
+            fields.problem(side, f"is the topic that `{twin}` names, `{topic}`; a {section.kind} rule joins two topics")
         elif topic is not None:
             topics[side] = topic
     return topics
@@ -371,27 +369,27 @@ def _section(fields: Fields) -> Section | None:
     return None if word is None else SECTIONS.get(word)
 
 
-def _refuse_others(fields: Fields, section: Section) -> None:
+def _refuse_other_keys(fields: Fields, section: Section) -> None:
     """A problem for each key that only another kind of rule has."""
-    own = " and ".join(f"`{name}`" for name in section.sides or known_names(section.keys))
-    known = set(known_names(section.keys))
-    for other in SECTIONS.values():
-        for key in known_names(other.keys):
-            if key in fields and key not in known:
-                known.add(key)
-                fields.problem(key, f"belongs to a rule of type {other.kind}; a {section.kind} rule has {own}")
+    keys = " and ".join(f"`{name}`" for name in section.sides or known_names(section.keys))
+    known_keys = set(known_names(section.keys))
+    for other_section in SECTIONS.values():
+        for key in known_names(other_section.keys):
+            if key in fields and key not in known_keys:
+                known_keys.add(key)
+                fields.problem(key, f"belongs to a rule of type {other_section.kind}; a {section.kind} rule has {keys}")
 
 
 def _topic(
-    fields: Fields, key: str, known: Mapping[str, object], others: Mapping[str, object], noun: str, other: str
+    fields: Fields, key: str, topics: Mapping[str, object], rivals: Mapping[str, object], noun: str, rival: str
 ) -> str | None:
-    topic = fields.text(key, f"name a topic of {noun}s ({word_list(known)})")
-    if topic is None or topic in known:
+    topic = fields.text(key, f"name a topic of {noun}s ({word_list(topics)})")
+    if topic is None or topic in topics:
         return topic
-    if topic in others:
-        fields.problem(key, f"`{topic}` is an {other}, not an {noun}; {noun}s: {word_list(known)}")
-    elif UNNAMED not in known:
-        cure = suggestion(topic, known) or f"; {noun}s: {word_list(known)}"
+    if topic in rivals:
+        fields.problem(key, f"`{topic}` is an {rival}, not an {noun}; {noun}s: {word_list(topics)}")
+    elif UNNAMED not in topics:
+        cure = suggestion(topic, topics) or f"; {noun}s: {word_list(topics)}"
         if TOPIC in topic and noun == "output":
             cure = f'; add `- {{topic: "{topic}", pool: Staging, format: avro}}` to outputs, with a pool and format of your own'
         fields.problem(key, f"`{topic}` is no {noun} of this file{cure}")
@@ -404,12 +402,12 @@ def _wheres(fields: Fields, section: Section) -> dict[str, str | None]:
     if not isinstance(node, YamlTable):
         return dict.fromkeys(section.sides, read_condition(fields, "where", over()))
     if not section.where:
-        others = (
-            f"only a {other.kind} rule has a {' and a '.join(other.sides)}"
-            for other in SECTIONS.values()
-            if other.where
+        advice = (
+            f"only a {other_section.kind} rule has a {' and a '.join(other_section.sides)}"
+            for other_section in SECTIONS.values()
+            if other_section.where
         )
-        fields.problem("where", "; ".join(["must be one expression", *others]))
+        fields.problem("where", "; ".join(["must be one expression", *advice]))
         return dict.fromkeys(section.sides)
     sides = Fields(node, fields.key("where"), fields.problems, known_names(section.where))
     if not node.entries:
@@ -417,7 +415,7 @@ def _wheres(fields: Fields, section: Section) -> dict[str, str | None]:
     return {side: read_condition(sides, side, over()) for side in section.sides}
 
 
-def _shape_of(fields: Fields, key: str, check: Check, cure: str, side: SideFormat | None) -> Shape:
+def _read_side(fields: Fields, key: str, check: Check, cure: str, side: SideFormat | None) -> Shape:
     node = fields.node(key)
     if node is None:
         fields.problem(key, f"is missing; {cure}")
@@ -427,14 +425,14 @@ def _shape_of(fields: Fields, key: str, check: Check, cure: str, side: SideForma
     return read_shape(node, fields.key(key), fields.line_of(key), check, fields.problems)
 
 
-def _check_reach(placed: list[_Placed], pools: Mapping[str, str]) -> None:
+def _check_reach(entries: list[_Entry], pools: Mapping[str, str]) -> None:
     """A problem for each rule whose records an earlier rule of the same staging pool takes. ``pools``: of the outputs."""
-    for index, later in enumerate(placed):
-        rivals = [item for item in placed[:index] if pools.get(item.rule.out) == pools.get(later.rule.out)]
+    for index, later in enumerate(entries):
+        rivals = [item for item in entries[:index] if pools.get(item.rule.out) == pools.get(later.rule.out)]
         for topic, condition in _conditions(later.rule).items():
             for earlier in rivals:
-                others = _conditions(earlier.rule)
-                if topic in others and leaves_nothing(others[topic], condition):
+                conditions = _conditions(earlier.rule)
+                if topic in conditions and leaves_nothing(conditions[topic], condition):
                     side = "records" if later.rule.group is not None else later.rule.sides[0].name
                     where = "where" if "where" in later.fields else side
                     later.fields.problem(

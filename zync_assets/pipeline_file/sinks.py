@@ -223,7 +223,7 @@ def read_sinks(
         if sink.name == KAFKA or sink.name in {source.pool for source in sources}:
             use = "is reserved for Kafka's topics" if sink.name == KAFKA else "is the name of a pool"
             item.problem("name", f"`{sink.name}` {use}; the assets of a sink need a name of their own")
-        _check_shared(item, sink, sinks.values())
+        _check_shared_tables(item, sink, sinks.values())
         sinks[sink.name] = sink
     return tuple(sinks.values())
 
@@ -234,7 +234,7 @@ def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool)
         item.problem("name", "must consist of letters, digits and _")
     sink_type = _type(item)
     mode = item.choice("mode", get_args(SinkMode)) or ("insert" if sink_type == FILES else "upsert")
-    columns, before = _inner(item, "columns", _COLUMNS), _inner(item, "before", _BEFORE)
+    columns, before = _nested_fields(item, "columns", _COLUMNS), _nested_fields(item, "before", _BEFORE)
     include = columns.names("include") if columns is not None and "include" in columns else None
     limit = item.integer("max-bad-records", 0, 2**53) if "max-bad-records" in item else None
     on_bad_record = item.choice("on-bad-record", get_args(OnBadRecord)) or "quarantine"
@@ -252,7 +252,7 @@ def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool)
         None if include is None else tuple(include),
         {} if columns is None else _rename(columns),
         None if before is None else _condition(before),
-        {} if before is None else _added(before),
+        {} if before is None else _added_columns(before),
         None if before is None else _function(before),
         create=item.flag("create") if "create" in item else True,
         evolve=item.choice("evolve", get_args(Evolve)) or "none",
@@ -262,19 +262,19 @@ def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool)
     )
 
 
-def _check_shared(item: Fields, sink: Sink, others: Iterable[Sink]) -> None:
+def _check_shared_tables(item: Fields, sink: Sink, earlier_sinks: Iterable[Sink]) -> None:
     """A problem for two sinks that upsert one source into one table: each sink deletes rows of the other. Conditions on the key
     divide the rows between the sinks."""
-    for other in others:
-        shared = [table for table in sink.tables if table in other.tables]
-        same = [(own.kind, own.url, own.mode, own.key, own.rename) for own in (sink, other)]
-        if not shared or same[0] != same[1] or sink.mode == "insert" or not (sink.delete or other.delete):
+    for rival in earlier_sinks:
+        tables = [table for table in sink.tables if table in rival.tables]
+        targets = [(writer.kind, writer.url, writer.mode, writer.key, writer.rename) for writer in (sink, rival)]
+        if not tables or targets[0] != targets[1] or sink.mode == "insert" or not (sink.delete or rival.delete):
             continue
-        if all(_is_of_key(own.where) for own in (sink, other)):
+        if all(_is_of_key(writer.where) for writer in (sink, rival)):
             continue
         item.problem(
             "table",
-            f"{shared[0].name} gets the rows of {shared[0].source} from sink {other.name} too, and each of the two would delete"
+            f"{tables[0].name} gets the rows of {tables[0].source} from sink {rival.name} too, and each of the two would delete"
             " rows of the other; write one sink for both, give one another table, or let each have a condition on the key"
             " alone, such as before: {where: key.id < 1000}",
         )
@@ -362,7 +362,7 @@ def _tables(item: Fields, sources: list[SinkTable], sink_type: str, *, is_whole:
     for place in _PLACE.findall(template):
         if place not in ("topic", "whole-topic") and "table" in item:
             item.problem("table", f"knows no {{{place}}}; write {{topic}} or {{whole-topic}}")
-    found: dict[str, SinkTable] = {}
+    table_by_name: dict[str, SinkTable] = {}
     for pattern in item.names("from"):
         matches = [source for source in sources if fnmatchcase(source.source, pattern)]
         if not matches and is_whole:
@@ -375,22 +375,22 @@ def _tables(item: Fields, sources: list[SinkTable], sink_type: str, *, is_whole:
                 "name": source.topic,
             }
             name = _PLACE.sub(lambda match, place=place: place.get(match[1], ""), template)
-            other = found.get(name)
-            if other is not None and other.source != source.source:
+            twin = table_by_name.get(name)
+            if twin is not None and twin.source != source.source:
                 item.problem(
                     "table",
-                    f"gives {other.source} and {source.source} the same table {name}; write {{whole-topic}}, or a sink for"
+                    f"gives {twin.source} and {source.source} the same table {name}; write {{whole-topic}}, or a sink for"
                     " each",
                 )
             if not is_files and name.rpartition(".")[2].lower().startswith("zync_"):
                 item.problem(
                     "table", f"gives {source.source} the table {name}; names with zync_ are zync's own tables'"
                 )
-            found[name] = SinkTable(source.pool, source.topic, name, source.staged)
-    return tuple(found.values())
+            table_by_name[name] = SinkTable(source.pool, source.topic, name, source.staged)
+    return tuple(table_by_name.values())
 
 
-def _inner(item: Fields, key: str, keys: tuple[Key, ...]) -> Fields | None:
+def _nested_fields(item: Fields, key: str, keys: tuple[Key, ...]) -> Fields | None:
     table = item.table(key)
     return None if table is None else Fields(table, item.key(key), item.problems, known_names(keys))
 
@@ -398,10 +398,10 @@ def _inner(item: Fields, key: str, keys: tuple[Key, ...]) -> Fields | None:
 def _key(item: Fields) -> tuple[str, ...]:
     names = item.names("key")
     for name in names:
-        side, dot, own = name.partition(".")
-        if dot and side == KAFKA and own not in COORDINATES:
-            there = word_list(f"kafka.{each}" for each in COORDINATES)
-            item.problem("key", f"names {name}, which no record has; of Kafka there are {there}")
+        side, dot, column = name.partition(".")
+        if dot and side == KAFKA and column not in COORDINATES:
+            coordinates = word_list(f"kafka.{coordinate}" for coordinate in COORDINATES)
+            item.problem("key", f"names {name}, which no record has; of Kafka there are {coordinates}")
     return tuple(names)
 
 
@@ -409,11 +409,11 @@ def _rename(columns: Fields) -> dict[str, str]:
     table = columns.table("rename")
     if table is None:
         return {}
-    renamed = Fields(table, columns.key("rename"), columns.problems, None).flat()
-    twice = [name for name in renamed.values() if list(renamed.values()).count(name) > 1]
+    new_names = Fields(table, columns.key("rename"), columns.problems, None).flat()
+    twice = [name for name in new_names.values() if list(new_names.values()).count(name) > 1]
     if twice:
         columns.problem("rename", f"gives the name {twice[0]} to two columns")
-    return renamed
+    return new_names
 
 
 def _condition(before: Fields) -> str | None:
@@ -423,19 +423,19 @@ def _condition(before: Fields) -> str | None:
     return sql
 
 
-def _added(before: Fields) -> dict[str, str]:
+def _added_columns(before: Fields) -> dict[str, str]:
     table = before.table("set")
     return {} if table is None else dict(_expressions(table, before.key("set"), before.problems))
 
 
 def _expressions(table: YamlTable, path: str, problems: list[Problem]) -> Iterator[tuple[str, str]]:
     for entry in table.entries:
-        inner = f"{path}.{entry.key}"
+        entry_path = f"{path}.{entry.key}"
         if not isinstance(entry.node, Scalar) or entry.node.value is None:
-            problems.append(Problem(entry.line, inner, f"must be one expression, not {kind(entry.node)}"))
+            problems.append(Problem(entry.line, entry_path, f"must be one expression, not {kind(entry.node)}"))
             continue
         problems.extend(
-            Problem(entry.line, inner, message) for message in check_expression(entry.node.text, RECORD_ROOTS)
+            Problem(entry.line, entry_path, message) for message in check_expression(entry.node.text, RECORD_ROOTS)
         )
         yield entry.key, entry.node.text
 

@@ -227,7 +227,7 @@ class _Composer:
 
     def _table(self, line: int, events: Iterator[Event], path: str, depth: int, *, in_braces: bool) -> YamlTable:
         entries: dict[str, YamlEntry] = {}
-        cut = ""
+        cut_path = ""
         while not isinstance(event := self._next(events), MappingEndEvent):
             if not isinstance(event, ScalarEvent):
                 self._stop(path, "a key must be text, not a list or a mapping")
@@ -235,23 +235,23 @@ class _Composer:
             if anchor:
                 self._problem(_line(event), path, f"anchors are not supported; remove &{anchor}")
             key, key_line = str(event.value), _line(event)
-            inner = f"{path}.{key}" if path else key
-            node = self.node(self._next(events), events, inner, depth + 1)
-            if cut and isinstance(node, Scalar) and not node.text:
+            key_path = f"{path}.{key}" if path else key
+            node = self.node(self._next(events), events, key_path, depth + 1)
+            if cut_path and isinstance(node, Scalar) and not node.text:
                 message = "ends at a comma; in braces, put an expression that has a comma in quotes"
-                self._problem(key_line, cut, message, explains=(cut,))
+                self._problem(key_line, cut_path, message, explains=(cut_path,))
                 continue
-            wide = next((each for each in _PLAIN if each in key), None)
-            if in_braces and wide and event.style is None and isinstance(node, Scalar) and not node.text:
-                message = f"has the character {wide}; write {_PLAIN[wide]} and a space, or put the key in quotes"
-                self._problem(key_line, inner, message, explains=(inner, f"{path}.{key.partition(wide)[0]}"))
+            mark = next((character for character in _PLAIN if character in key), None)
+            if in_braces and mark and event.style is None and isinstance(node, Scalar) and not node.text:
+                message = f"has the character {mark}; write {_PLAIN[mark]} and a space, or put the key in quotes"
+                self._problem(key_line, key_path, message, explains=(key_path, f"{path}.{key.partition(mark)[0]}"))
                 continue
             is_open = (
                 in_braces and isinstance(node, Scalar) and node.plain and node.text.count("(") > node.text.count(")")
             )
-            cut = inner if is_open else ""
+            cut_path = key_path if is_open else ""
             if key in entries:
-                self._problem(key_line, inner, f"is here twice; it is on line {entries[key].line} already")
+                self._problem(key_line, key_path, f"is here twice; it is on line {entries[key].line} already")
             else:
                 entries[key] = YamlEntry(key, key_line, node)
         return YamlTable(line, tuple(entries.values()))
@@ -263,7 +263,7 @@ class _Composer:
         return Items(line, tuple(nodes))
 
     def _scalar(self, event: ScalarEvent, line: int, path: str) -> Scalar:
-        plain = event.style is None
+        is_plain = event.style is None
         has_variable = False
 
         def replace(match: re.Match[str]) -> str:
@@ -291,7 +291,7 @@ class _Composer:
 
         text = _VARIABLE.sub(replace, str(event.value))
         style = event.style if event.style in ("|", ">") else ""
-        return Scalar(line, text, plain, has_variable, self._column(event, style), style)
+        return Scalar(line, text, is_plain, has_variable, self._column(event, style), style)
 
     def _column(self, event: ScalarEvent, style: str) -> int:
         if style:

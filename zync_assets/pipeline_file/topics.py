@@ -65,10 +65,10 @@ def read_shape(node: Node, path: str, line: int, check: Check, problems: list[Pr
             problems.append(Problem(line, path, "has no fields; name at least one"))
         shape: dict[str, Shape] = {}
         for entry in node.entries:
-            inner = f"{path}.{entry.key}"
+            entry_path = f"{path}.{entry.key}"
             if not entry.key.strip():
-                problems.append(Problem(entry.line, inner, "a field needs a name"))
-            shape[entry.key] = read_shape(entry.node, inner, entry.line, check, problems)
+                problems.append(Problem(entry.line, entry_path, "a field needs a name"))
+            shape[entry.key] = read_shape(entry.node, entry_path, entry.line, check, problems)
         return shape
     if not isinstance(node, Scalar):
         problems.append(Problem(line, path, f"must be an expression, a mapping or null, not {kind(node)}"))
@@ -98,8 +98,8 @@ def read_headers(fields: Fields, check: Check, provenance: bool) -> Headers | No
             message = "is what the output's provenance: true adds; give this header another name"
             fields.problems.append(Problem(entry.line, path, message))
         if not isinstance(entry.node, Scalar) or entry.node.value is None:
-            found = kind(entry.node)
-            fields.problems.append(Problem(entry.line, path, f"must be one expression, not {found}"))
+            node_kind = kind(entry.node)
+            fields.problems.append(Problem(entry.line, path, f"must be one expression, not {node_kind}"))
             continue
         fields.problems.extend(Problem(entry.line, path, message) for message in check(entry.node.text))
         headers[entry.key] = entry.node.text
@@ -152,16 +152,16 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
     if node is None:
         fields.problem("inputs", "is missing; name the topics to read, a list of {topic: ..., pool: ...}")
     elif not isinstance(node, Items) or not node.items:
-        found = "is empty" if isinstance(node, Items) else f"must be a list, not {kind(node)}"
-        fields.problem("inputs", f"{found}; write a list of {{topic: ..., pool: ...}}")
+        fault = "is empty" if isinstance(node, Items) else f"must be a list, not {kind(node)}"
+        fields.problem("inputs", f"{fault}; write a list of {{topic: ..., pool: ...}}")
         node = None
     mappings = tables(node, "inputs", fields.problems, _FORM)
-    inputs: dict[str, Input | None] = {**_unnamed(node, mappings)}
+    inputs: dict[str, Input | None] = {**_unnamed_entry(node, mappings)}
     lines: dict[str, tuple[str | None, int]] = {}
     pools: dict[str, str] = {}
     for path, table in mappings:
         item = Fields(table, path, fields.problems, known_names(INPUT))
-        before = len(fields.problems)
+        problem_count = len(fields.problems)
         topic, pool = _topic(item, is_output=False), _pool(item)
         key, value = _sides(item, is_output=False)
         start = _start(item)
@@ -189,16 +189,16 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
             inputs[UNNAMED] = None
             continue
         lines[topic] = (pool, line)
-        good = pool is not None and len(fields.problems) == before
-        about = start, unmatched or "keep", on_data_loss or "fail", on_bad_record, max_bad_records, on_schema_change
-        inputs[topic] = Input(topic, pool or "", key, value, *about, shape, retention, order) if good else None
+        good = pool is not None and len(fields.problems) == problem_count
+        options = start, unmatched or "keep", on_data_loss or "fail", on_bad_record, max_bad_records, on_schema_change
+        inputs[topic] = Input(topic, pool or "", key, value, *options, shape, retention, order) if good else None
     return inputs, lines
 
 
-def _unnamed(node: Node | None, mappings: Sequence[object]) -> dict[str, None]:
+def _unnamed_entry(node: Node | None, mappings: Sequence[object]) -> dict[str, None]:
     """UNNAMED, if the list has items that are no mappings, or if there is no list."""
-    whole = isinstance(node, YamlTable) or (isinstance(node, Items) and len(mappings) == len(node.items) > 0)
-    return {} if whole else {UNNAMED: None}
+    is_complete = isinstance(node, YamlTable) or (isinstance(node, Items) and len(mappings) == len(node.items) > 0)
+    return {} if is_complete else {UNNAMED: None}
 
 
 def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int]]) -> dict[str, Output | None]:
@@ -210,16 +210,16 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
     if node is None:
         fields.problem("outputs", "is missing; name the topics to write, a list of {topic: ..., pool: ...}")
     elif isinstance(node, Scalar) or (isinstance(node, Items) and not node.items):
-        found = "is empty" if isinstance(node, Items) else f"must be a list or a mapping, not {kind(node)}"
-        fields.problem(name, f"{found}; write a list of {{topic: ..., pool: ...}}")
+        fault = "is empty" if isinstance(node, Items) else f"must be a list or a mapping, not {kind(node)}"
+        fields.problem(name, f"{fault}; write a list of {{topic: ..., pool: ...}}")
     raw = {pool.lower(): (pool, line) for pool, line in input_lines.values() if pool is not None}
     mappings = tables(node, name, fields.problems, _FORM)
-    outputs: dict[str, Output | None] = {**_unnamed(node, mappings)}
+    outputs: dict[str, Output | None] = {**_unnamed_entry(node, mappings)}
     lines: dict[str, int] = {}
     pools: dict[str, str] = {}
     for path, table in mappings:
         item = Fields(table, path, fields.problems, known_names(OUTPUT), _OUTPUT_HINTS)
-        before = len(fields.problems)
+        problem_count = len(fields.problems)
         topic, pool = _topic(item, is_output=True), _pool(item)
         key, value = _sides(item, is_output=True)
         create = _create(item)
@@ -228,7 +228,7 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
         hold = "hold" not in item or item.flag("hold")
         shape = read_record_shape(item, ("key", "value"), {"key": key.format, "value": value.format})
         subjects = _subjects(item, key, value)
-        more = _namespace(item, key, value), _expression(item, "partition-by", ("key", "value"))
+        extra_options = _namespace(item, key, value), _expression(item, "partition-by", ("key", "value"))
         _one_spelling(item, pool, pools)
         if pool is not None and pool.lower() in raw:
             item.problem(
@@ -254,26 +254,26 @@ def read_outputs(fields: Fields, input_lines: Mapping[str, tuple[str | None, int
             outputs[UNNAMED] = None
             continue
         lines[topic] = item.line_of("topic")
-        good = pool is not None and len(fields.problems) == before
-        about = create, start_at or "empty", provenance, hold, shape, item.flag("coalesce")
-        outputs[topic] = Output(topic, pool or "", key, value, *about, *subjects, *more) if good else None
+        good = pool is not None and len(fields.problems) == problem_count
+        options = create, start_at or "empty", provenance, hold, shape, item.flag("coalesce")
+        outputs[topic] = Output(topic, pool or "", key, value, *options, *subjects, *extra_options) if good else None
     return outputs
 
 
 def _subjects(item: Fields, key: SideFormat, value: SideFormat) -> tuple[SubjectNameStrategy, SubjectNameStrategy]:
     strategies = get_args(SubjectNameStrategy)
-    both = item.choice("subject-name-strategy", strategies)
-    own: list[SubjectNameStrategy] = []
+    default_strategy = item.choice("subject-name-strategy", strategies)
+    side_strategies: list[SubjectNameStrategy] = []
     for name, side in (("key", key), ("value", value)):
-        chosen = item.choice(f"{name}-subject-name-strategy", strategies)
-        if chosen is not None and side.format != "avro":
+        strategy = item.choice(f"{name}-subject-name-strategy", strategies)
+        if strategy is not None and side.format != "avro":
             item.problem(
                 f"{name}-subject-name-strategy", f"goes with avro, and the {name} format is {side.format}; remove it"
             )
-        own.append(chosen or both or "topic")
-    if both is not None and "avro" not in (key.format, value.format):
+        side_strategies.append(strategy or default_strategy or "topic")
+    if default_strategy is not None and "avro" not in (key.format, value.format):
         item.problem("subject-name-strategy", "goes with avro, and no side of this output is; remove it")
-    return own[0], own[1]
+    return side_strategies[0], side_strategies[1]
 
 
 def _namespace(item: Fields, key: SideFormat, value: SideFormat) -> str | None:
@@ -288,10 +288,10 @@ def _namespace(item: Fields, key: SideFormat, value: SideFormat) -> str | None:
 
 
 def _on_schema_change(item: Fields, key: SideFormat, value: SideFormat) -> OnSchemaChange:
-    chosen = item.choice("on-schema-change", get_args(OnSchemaChange))
-    if chosen is not None and not {key.format, value.format} & {"avro", "connect-json"}:
+    choice = item.choice("on-schema-change", get_args(OnSchemaChange))
+    if choice is not None and not {key.format, value.format} & {"avro", "connect-json"}:
         item.problem("on-schema-change", "goes with avro and connect-json, whose records come with schemas; remove it")
-    return chosen or "merge"
+    return choice or "merge"
 
 
 def _topic(item: Fields, *, is_output: bool) -> str | None:
@@ -330,9 +330,9 @@ def _one_spelling(item: Fields, pool: str | None, pools: dict[str, str]) -> None
 
 
 def _sides(item: Fields, is_output: bool) -> tuple[SideFormat, SideFormat]:
-    both = item.choice("format", FORMATS) if "format" in item else "avro"
-    known_key = item.choice("key-format", FORMATS) if "key-format" in item else both
-    known_value = item.choice("value-format", FORMATS) if "value-format" in item else both
+    default_format = item.choice("format", FORMATS) if "format" in item else "avro"
+    known_key = item.choice("key-format", FORMATS) if "key-format" in item else default_format
+    known_value = item.choice("value-format", FORMATS) if "value-format" in item else default_format
     key_format, value_format = known_key or "avro", known_value or "avro"
     if is_output:
         return SideFormat(key_format), SideFormat(value_format)
@@ -350,10 +350,11 @@ def _ddl(item: Fields, key: str, side: Format) -> str | None:
     if text is None:
         return None
     if side not in ("json", "connect-json"):
-        what = "key" if key == "key-schema" else "value"
+        side_name = "key" if key == "key-schema" else "value"
         item.problem(
             key,
-            f"goes with json and connect-json only, and the {what} format is {side}; remove it, or write {what}-format: json",
+            f"goes with json and connect-json only, and the {side_name} format is {side}; remove it, or write"
+            f" {side_name}-format: json",
         )
         return None
     # Here, not above: Arrow takes its time to load, and few files need it.
@@ -385,21 +386,21 @@ def _start(item: Fields) -> Literal["earliest", "latest"] | int:
                 return millis
         except (ValueError, OverflowError):
             pass
-    near = suggestion(value, ("earliest", "latest")) if isinstance(value, str) else ""
+    hint = suggestion(value, ("earliest", "latest")) if isinstance(value, str) else ""
     item.problem(
         "from",
         "must be earliest, latest, a time with its zone such as 2024-05-01T00:00:00Z, "
-        f"or milliseconds since 1970{near}",
+        f"or milliseconds since 1970{hint}",
     )
     return "earliest"
 
 
 def _bad_records(item: Fields) -> tuple[OnBadRecord, int | None]:
-    what = item.choice("on-bad-record", get_args(OnBadRecord))
+    on_bad_record = item.choice("on-bad-record", get_args(OnBadRecord))
     limit = item.integer("max-bad-records", 0, (1 << 63) - 1)
-    if what == "fail" and limit is not None:
+    if on_bad_record == "fail" and limit is not None:
         item.problem("max-bad-records", "goes with on-bad-record: quarantine; with fail the first one stops the run")
-    return what or "quarantine", limit
+    return on_bad_record or "quarantine", limit
 
 
 def _order(item: Fields, key: SideFormat, value: SideFormat) -> SourceOrder | None:
@@ -414,18 +415,18 @@ def _order(item: Fields, key: SideFormat, value: SideFormat) -> SourceOrder | No
     fields = Fields(table, item.key("order"), item.problems, known_names(ORDER))
     if not table.entries:
         item.problem("order", "is empty; write by: or domain:, or leave it out")
-    by, domain = _expression(fields, "by", RECORD_ROOTS), fields.text("domain")
-    if by is None:
+    order_sql, domain = _expression(fields, "by", RECORD_ROOTS), fields.text("domain")
+    if order_sql is None:
         return SourceOrder(domain=domain)
-    path = field_path(by)
+    path = field_path(order_sql)
     # Here, not above: Arrow takes its time to load, and few files need it.
     from zync_assets.pipeline_file.plain_types import order_problem
 
-    if message := order_problem(by, path, key, value):
+    if message := order_problem(order_sql, path, key, value):
         fields.problem("by", message)
     if path is not None:
         path = (path[0].lower(), *path[1:])
-    return SourceOrder(by, domain, path=path)
+    return SourceOrder(order_sql, domain, path=path)
 
 
 def _expression(item: Fields, key: str, roots: tuple[str, ...]) -> str | None:

@@ -79,7 +79,7 @@ def read_transactions(
     if table is None:
         return None
     item = Fields(table, "transactions", fields.problems, known_names(TRANSACTIONS.keys))
-    before = len(fields.problems)
+    problem_count = len(fields.problems)
     topic = item.text("topic", _FORM)
     form, limit, domain = item.choice("format", FORMATS), item.duration("limit"), item.text("domain")
     if not inputs:
@@ -99,7 +99,7 @@ def read_transactions(
         for collection, name in collections.items():
             if name not in inputs and UNNAMED not in inputs:
                 item.problem("collections", f"{collection}: `{name}` is no input; name a topic of inputs")
-    if topic is None or len(fields.problems) > before:
+    if topic is None or len(fields.problems) > problem_count:
         return None
     return Transactions(topic, domain, (limit or LIMIT_MS) / 1000, collections), form
 

@@ -110,7 +110,7 @@ def check_rows(sql: str, aliases: Mapping[str, bool], scope: Scope = ROWS) -> li
 
 def calls(expression: Expression) -> tuple[Call, ...]:
     """The aggregates of an expression."""
-    found: list[Call] = []
+    aggregate_calls: list[Call] = []
     tokens, closings = expression.tokens, closing_places(expression.tokens)
     for opening, closing in closings.items():
         name = tokens[opening - 1].text.lower() if opening else ""
@@ -119,8 +119,8 @@ def calls(expression: Expression) -> tuple[Call, ...]:
             continue
         is_filtered = closing + 2 < len(tokens) and tokens[closing + 1].token_type == TokenType.FILTER
         end = closings.get(closing + 2, closing) if is_filtered else closing
-        found.append(Call(name, tokens[opening - 1].start, tokens[end].end + 1))
-    return tuple(sorted(found, key=lambda call: call.start))
+        aggregate_calls.append(Call(name, tokens[opening - 1].start, tokens[end].end + 1))
+    return tuple(sorted(aggregate_calls, key=lambda call: call.start))
 
 
 def has_aggregates(sql: str) -> bool:
@@ -132,10 +132,10 @@ def grouped(sql: str) -> tuple[str, ...]:
     """What an expression of a view groups by, beside the view's key: itself if it does not aggregate, else the columns that
     stand outside its aggregates. Nothing if it names no column there."""
     expression = parse(sql, GROUPS)
-    found = [sql[start:end] for start, end in _outside(expression)]
+    column_texts = [sql[start:end] for start, end in _outside(expression)]
     if not calls(expression):
-        return (sql,) if found else ()
-    return tuple(dict.fromkeys(found))
+        return (sql,) if column_texts else ()
+    return tuple(dict.fromkeys(column_texts))
 
 
 def with_greatest(sql: str) -> str:
@@ -152,12 +152,12 @@ def with_greatest(sql: str) -> str:
 def _outside(expression: Expression) -> list[tuple[int, int]]:
     """The characters of the columns that stand outside aggregates."""
     inside = calls(expression)
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     for column in expression.tree.find_all(exp.Column):
         start = int(column.parts[0].meta["start"])
         if next(columns(column), None) is not None and not any(call.holds(start) for call in inside):
-            found.append((start, int(column.parts[-1].meta["end"]) + 1))
-    return found
+            spans.append((start, int(column.parts[-1].meta["end"]) + 1))
+    return spans
 
 
 def aggregated(sql: str) -> tuple[tuple[str, str], ...]:
@@ -169,22 +169,22 @@ def aggregated(sql: str) -> tuple[tuple[str, str], ...]:
     expression = parse(sql, GROUPS)
     closings = closing_places(expression.tokens)
     starts = {token.start: at for at, token in enumerate(expression.tokens)}
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for call in calls(expression):
         opening = starts[call.start] + 1
         closing = closings[opening]
-        inner = expression.tokens[opening + 1 : closing]
-        if inner and inner[0].token_type == TokenType.DISTINCT:
-            inner = inner[1:]
-        if not inner or inner[0].token_type == TokenType.STAR:
+        argument = expression.tokens[opening + 1 : closing]
+        if argument and argument[0].token_type == TokenType.DISTINCT:
+            argument = argument[1:]
+        if not argument or argument[0].token_type == TokenType.STAR:
             continue
-        made = sql[inner[0].start : inner[-1].end + 1]
+        argument_sql = sql[argument[0].start : argument[-1].end + 1]
         if call.end > expression.tokens[closing].end + 1:
             # FILTER ( WHERE … )
-            of = expression.tokens[closing + 4].start, expression.tokens[closings[closing + 2]].start
-            made = f"CASE WHEN ({sql[of[0] : of[1]].strip()}) THEN ({made}) END"
-        found.append((call.name, made))
-    return tuple(found)
+            filter_span = expression.tokens[closing + 4].start, expression.tokens[closings[closing + 2]].start
+            argument_sql = f"CASE WHEN ({sql[filter_span[0] : filter_span[1]].strip()}) THEN ({argument_sql}) END"
+        pairs.append((call.name, argument_sql))
+    return tuple(pairs)
 
 
 def ordered(sql: str) -> str:
@@ -210,9 +210,9 @@ def is_column(sql: str) -> bool:
 
 
 def _aggregate_problems(expression: Expression) -> Iterator[str]:
-    found = calls(expression)
-    for call in found:
-        if any(other is not call and other.holds(call.start) for other in found):
+    aggregate_calls = calls(expression)
+    for call in aggregate_calls:
+        if any(outer_call is not call and outer_call.holds(call.start) for outer_call in aggregate_calls):
             yield f"`{call.name}()` stands in another aggregate; an aggregate sees the rows of one key"
     for token in expression.tokens:
         if token.token_type == TokenType.ORDER_BY:
@@ -247,15 +247,18 @@ Rewrite: TypeAlias = Callable[[str], str]
 """An expression with the lake's names of its fields."""
 
 
-def with_names(rule: Rule, view: View, of_records: Mapping[str, Rewrite], of_rows: Rewrite) -> View:
+def with_names(rule: Rule, view: View, record_rewrites: Mapping[str, Rewrite], row_rewrite: Rewrite) -> View:
     """A rule's view with the lake's names.
 
-    ``of_records``: alias → for expressions over the records of its topic; ``of_rows``: for expressions over rows.
+    ``record_rewrites``: alias → for expressions over the records of its topic; ``row_rewrite``: for expressions over rows.
     """
 
-    joins = (replace(join, on=tuple((of_rows(one), of_rows(other)) for one, other in join.on)) for join in view.joins)
-    where, choice = (None if sql is None else of_rows(sql) for sql in (view.where, view.on_duplicate_key))
-    tables = tuple(table_with_names(item, of_records[item.alias]) for item in view.tables)
+    joins = (
+        replace(join, on=tuple((row_rewrite(near_sql), row_rewrite(alias_sql)) for near_sql, alias_sql in join.on))
+        for join in view.joins
+    )
+    where, choice = (None if sql is None else row_rewrite(sql) for sql in (view.where, view.on_duplicate_key))
+    tables = tuple(table_with_names(item, record_rewrites[item.alias]) for item in view.tables)
     definition = view_definition(view, rule.key, rule.value, rule.headers, rule.out)
     query = replace(view, tables=tables, joins=tuple(joins), where=where, on_duplicate_key=choice)
     return replace(query, definition=view.definition or definition)

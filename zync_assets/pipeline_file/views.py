@@ -105,13 +105,13 @@ def check_pools(rules: Sequence[tuple[Rule, Fields]], pools: Mapping[str, str]) 
                 )
             if pools.get(rule.out) != pools.get(earlier.out):
                 continue
-            uses, others = _uses(rule), _uses(earlier)
-            for topic in uses.keys() & others.keys():
-                if uses[topic][0] != others[topic][0]:
-                    used, key = others[topic][1], uses[topic][2]
+            uses, earlier_uses = _uses(rule), _uses(earlier)
+            for topic in uses.keys() & earlier_uses.keys():
+                if uses[topic][0] != earlier_uses[topic][0]:
+                    use, key = earlier_uses[topic][1], uses[topic][2]
                     fields.problem(
                         key,
-                        f"`{topic}` is {used} `{earlier.name}` (line {place.line}) in the pool {pools.get(rule.out)}; a"
+                        f"`{topic}` is {use} `{earlier.name}` (line {place.line}) in the pool {pools.get(rule.out)}; a"
                         " topic is a table or an event input of a pool: use two pools, one for views, one for other rules",
                     )
 
@@ -121,8 +121,8 @@ def _uses(rule: Rule) -> dict[str, tuple[bool, str, str]]:
     if rule.view is not None:
         return {table.topic: (True, "a table of view", "tables") for table in rule.tables}
     key = "records" if rule.group is not None else None
-    found = {side.topic: (False, "an event input of rule", key or side.name) for side in rule.sides}
-    return found | {table.topic: (True, "a table of rule", "lookup") for table in rule.tables}
+    side_uses = {side.topic: (False, "an event input of rule", key or side.name) for side in rule.sides}
+    return side_uses | {table.topic: (True, "a table of rule", "lookup") for table in rule.tables}
 
 
 def _is_condition(fields: Fields) -> bool:
@@ -142,10 +142,10 @@ def _aggregates(value: Shape) -> bool:
 
 
 def _check_key(fields: Fields, key: Shape, tree: JoinTree) -> None:
-    used: set[str] = set()
+    key_aliases: set[str] = set()
     for path, sql in leaves(key, "key"):
         names = aliases_of(sql)
-        used |= names
+        key_aliases |= names
         # Any other expression may have a value for a missing row, as coalesce() has.
         if names & tree.optional and is_column(sql):
             fields.problem(
@@ -155,7 +155,7 @@ def _check_key(fields: Fields, key: Shape, tree: JoinTree) -> None:
             )
     if "key" not in fields:
         return
-    if not used:
+    if not key_aliases:
         fields.problem("key", "names no column; a view needs a key that tells its rows apart, such as {id: o.id}")
     elif _holds_null(key):
         fields.problem("key", "holds a null, and a row with a null in its key goes into quarantine; remove the field")
@@ -187,8 +187,8 @@ def _tables(
             section.problem(alias, message)
         item = entry.node
         if isinstance(item, YamlTable):
-            inner = Fields(item, section.key(alias), fields.problems, known_names(_TABLE_KEYS))
-            table = read_table(inner, alias, topic(inner, "topic"))
+            table_fields = Fields(item, section.key(alias), fields.problems, known_names(_TABLE_KEYS))
+            table = read_table(table_fields, alias, topic(table_fields, "topic"))
         else:
             name = topic(section, alias)
             table = None if name is None else ViewTable(alias, name)
@@ -218,17 +218,17 @@ def _key(item: Fields) -> Shape:
     node = item.node("key")
     assert node is not None
     if isinstance(node, Scalar) and node.text.strip().startswith("{"):
-        inner, problems = parse(node.text, {})
-        if isinstance(inner, YamlTable) and not problems:
-            node = inner
+        key_node, problems = parse(node.text, {})
+        if isinstance(key_node, YamlTable) and not problems:
+            node = key_node
     if isinstance(node, Scalar) and node.value is None:
         item.problem("key", "must not be null; a row needs a key")
         return "key"
     return read_shape(node, item.key("key"), item.line_of("key"), over(), item.problems)
 
 
-def alias_problem(alias: str, others: Sequence[str]) -> str | None:
-    """Why a name can't be an alias; None if it can. ``others``: the aliases before it."""
+def alias_problem(alias: str, earlier_aliases: Sequence[str]) -> str | None:
+    """Why a name can't be an alias; None if it can. ``earlier_aliases``: the aliases before it."""
     if not _NAME.fullmatch(alias):
         return "is no alias; write letters, digits and `_`, such as o"
     if alias.lower() in (*RECORD_ROOTS, "in") or len(tokens := Spark().tokenize(alias)) != 1:
@@ -237,5 +237,5 @@ def alias_problem(alias: str, others: Sequence[str]) -> str | None:
         return "begins with `z_`, as the project's own columns do; choose another alias, such as o"
     if tokens[0].token_type != TokenType.VAR:
         return "is a word of SQL; choose another alias, such as o"
-    twins = [other for other in others if other.lower() == alias.lower()]
+    twins = [earlier_alias for earlier_alias in earlier_aliases if earlier_alias.lower() == alias.lower()]
     return f"differs from `{word_list(twins)}` in case only; choose another alias" if twins else None
