@@ -58,12 +58,12 @@ def _load(env: Mapping[str, str]) -> Definitions:
     overrides = env if path_text else {}
     pipeline = load(path, {**demo_environment(), **overrides} if is_demo else env)
     definitions = build_definitions(pipeline, sensor_running=sensor == "running")
-    # Nothing else is here: what is materialised without one of the jobs, as in Dagster's UI, has one Spark session too.
+    # The executor of a run without one of the jobs, as from Dagster's UI: such a run has one Spark session too.
     return Definitions.merge(definitions, Definitions(executor=in_process_executor))
 
 
 def _existing_path(path: Path) -> Path:
-    """A relative path is looked for in the current folder, then beside the package."""
+    """The path of an existing file. Looks for a relative path in the current folder, then beside the package."""
     for place in (path, Path(__file__).resolve().parents[1] / path):
         if place.is_file():
             return place

@@ -133,7 +133,7 @@ START = 100_000
 fetched past the end is thrown away."""
 
 _ROUNDS = 4
-"""In as many rounds of tasks all is done at the most, but for MOST: more would cost more than they even out."""
+"""The most rounds of tasks, unless MOST asks for more. Further rounds would cost more than they even out."""
 
 
 def shares(ranges: Sequence[OffsetRange], slots: int) -> list[OffsetRange]:

@@ -62,7 +62,7 @@ def _owner(place: str) -> Any:
 
 
 def _missing_name_error(package: str, missing_name: str) -> SetupError:
-    """``missing_name``: the name that is not there."""
+    """``missing_name``: the name that the library lacks."""
     requirement = next((text for text in requires("zync-assets") or () if text.startswith(package)), package)
     return SetupError(
         f"{package} {version(package)} has no {missing_name}, which zync needs; install a version that it was tried with:"

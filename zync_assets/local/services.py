@@ -156,7 +156,7 @@ def _acquire(home: Path) -> FileLock:
 
 
 def _open(home: Path, lake: Path | None) -> State:
-    """The state of the folder; a new one after a look that nothing of somebody else's is in the way."""
+    """The state of the folder, or a new state. SetupError if the folders of a new state hold foreign files."""
     lake_path = None if lake is None else str(lake.expanduser().resolve())
     state = load(home)
     if state is None:

@@ -64,7 +64,7 @@ SETTINGS = {
 def prepare_broker(
     folder: Path, *, java: Path, jars: Path, port: int, controller_port: int, extra: Mapping[str, str]
 ) -> None:
-    """Write the broker's settings for these ports and format its storage where that was not done.
+    """Write the broker's settings for these ports, and format the broker's storage once.
 
     Listeners in ``extra`` are added to the broker's own plain one.
     """
@@ -80,7 +80,7 @@ def prepare_broker(
     marker = folder / "formatted"
     if marker.exists():
         return
-    # Without that file no broker ever ran here: what is there is half of an interrupted format.
+    # Without the marker no broker ever ran here: the folder may hold half of an interrupted format.
     shutil.rmtree(folder / "data", ignore_errors=True)
     cluster = "z" + base64.urlsafe_b64encode(os.urandom(16)).decode()[1:22]
     tool = [str(java), "-XX:TieredStopAtLevel=1", *_class_path(jars, level="warn"), "kafka.tools.StorageTool"]
@@ -281,7 +281,7 @@ def launch(setup: Setup, state: State, name: Name) -> State:
     if name == "kafka":
         state = dataclasses.replace(state, controller_port=_kept_or_free(state.controller_port))
     entry = ServiceEntry(port, token=secrets.token_hex(8))
-    # The token is on disk before the process is there: who is killed in between leaves one that can be found.
+    # The token is on disk before the process starts: after a kill in between, the token still finds the process.
     save(setup.home, state.with_entry(name, entry))
     command = _prepare(setup, state, name, entry)
     pid = processes.spawn(command, cwd=folder, log=folder / LOGS[name])
@@ -291,7 +291,7 @@ def launch(setup: Setup, state: State, name: Name) -> State:
 
 
 def settle(setup: Setup, state: State, name: Name) -> State:
-    """Wait for a service that was launched; on another port, should somebody have taken its free one meanwhile."""
+    """Wait for a launched service. Launch it again on another port if another process has taken its free port."""
     for _ in range(3):
         try:
             await_ready(setup.home, state, name)
@@ -307,12 +307,12 @@ def settle(setup: Setup, state: State, name: Name) -> State:
 
 
 def await_ready(home: Path, state: State, name: Name) -> None:
-    """Return when the service answers; Died when it ended, SetupError when it takes too long."""
+    """Return when the service answers. EarlyExit if the service ends first, SetupError if it takes too long."""
     entry = state.entry(name)
     assert entry is not None
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
-        # Looked at before the answer is: another server on that port may answer for one that died.
+        # This check precedes the request: another server on the port may answer for a service that ended.
         alive = running(state, name) is not None
         if not alive:
             log = _read_log(home, name).lower()
