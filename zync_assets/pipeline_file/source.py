@@ -54,7 +54,7 @@ class Scalar:
 
     line: int
     text: str = field(repr=False)
-    plain: bool
+    is_plain: bool
     has_variable: bool
     column: int = 0
     """The characters before the text in its first line; of a block, before each line."""
@@ -69,7 +69,7 @@ class Scalar:
 
     @property
     def value(self) -> str | int | float | bool | None:
-        if not self.plain:
+        if not self.is_plain:
             return self.text
         if _NULL.fullmatch(self.text):
             # An empty or odd value of a variable is text all the same.
@@ -247,7 +247,7 @@ class _Composer:
                 self._problem(key_line, key_path, message, explains=(key_path, f"{path}.{key.partition(mark)[0]}"))
                 continue
             is_open = (
-                in_braces and isinstance(node, Scalar) and node.plain and node.text.count("(") > node.text.count(")")
+                in_braces and isinstance(node, Scalar) and node.is_plain and node.text.count("(") > node.text.count(")")
             )
             cut_path = key_path if is_open else ""
             if key in entries:
