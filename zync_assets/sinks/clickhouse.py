@@ -172,8 +172,8 @@ class ClickhouseTarget(SqlTarget):
         return error_class(error.orig)
 
     def error(self, error: exc.DBAPIError | Error) -> SinkError:
-        own = error.orig if isinstance(error, exc.DBAPIError) else error
-        return tls_fault(error_class(own)(error_text(own)), "ca_cert", "secure=false")
+        driver_error = error.orig if isinstance(error, exc.DBAPIError) else error
+        return tls_fault(error_class(driver_error)(error_text(driver_error)), "ca_cert", "secure=false")
 
     # ---- positions
 
@@ -184,16 +184,16 @@ class ClickhouseTarget(SqlTarget):
     def progress(self, place: Place) -> Progress:
         with self.connection() as connection:
             rows = _rows(connection, POSITIONS, place)
-            refused = _rows(connection, QUARANTINE, place)
-        own = [row for row in rows if row["partition"] >= 0]
-        upcoming = {row["partition"]: row["next"] for row in own}
+            quarantine_rows = _rows(connection, QUARANTINE, place)
+        positions = [row for row in rows if row["partition"] >= 0]
+        next_offsets = {row["partition"]: row["next"] for row in positions}
         # What was refused by a batch that did not move the position does not count.
-        done = [row for row in refused if row["offset"] < upcoming.get(row["partition"], 0)]
-        bad = by_offset([BadRecord(row["partition"], row["offset"], row["key"], row["error"]) for row in done])
+        refusals = [row for row in quarantine_rows if row["offset"] < next_offsets.get(row["partition"], 0)]
+        records = by_offset([BadRecord(row["partition"], row["offset"], row["key"], row["error"]) for row in refusals])
         if any(row["partition"] == _CLEARING for row in rows):
             # The table was being emptied: no lake has this id, so that the sink asks for another --reset.
-            return Progress({}, "being emptied", bad)
-        return Progress(upcoming, own[0]["origin"] if own else None, bad)
+            return Progress({}, "being emptied", records)
+        return Progress(next_offsets, positions[0]["origin"] if positions else None, records)
 
     # ---- load tables
 
@@ -208,8 +208,8 @@ class ClickhouseTarget(SqlTarget):
         for batch in gathered(rows, INSERT_BYTES):
             columns = [stored(batch.column(name), name) for name in batch.schema.names]
             if batch.num_rows:
-                made = pa.Table.from_arrays(columns, names=batch.schema.names)
-                client_of(connection).insert_arrow(table.name, made)
+                arrow_table = pa.Table.from_arrays(columns, names=batch.schema.names)
+                client_of(connection).insert_arrow(table.name, arrow_table)
 
     def load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
         """The load table has the source's types. The merge converts the values, and refuses a value that does not fit."""
@@ -228,17 +228,17 @@ class ClickhouseTarget(SqlTarget):
     def merge(self, merge: Merge) -> None:
         with self.connection() as connection:
             # 1. Nobody else has written since the batch was planned. A run that writes at the same time writes the same.
-            emptied = self._claim(connection, merge)
+            emptied_at = self._claim(connection, merge)
             if merge.clear:
                 self._clear(connection, merge)
             # 2. The data, one load table after the other: no key is in two of them.
-            table = self._reflected(connection, merge.spec) if merge.loads else None
+            table = self._reflect_table(connection, merge.spec) if merge.loads else None
             for load in merge.loads:
                 assert table is not None
                 self._insert(connection, table, merge, load)
             crash_point("sink:merging")
             # 3. What was refused, and at last the position, unless another run has emptied the table meanwhile.
-            self._advance(connection, merge, emptied)
+            self._advance(connection, merge, emptied_at)
         crash_point("sink:merged")
         self.drop([load.name for load in merge.loads])
 
@@ -250,15 +250,15 @@ class ClickhouseTarget(SqlTarget):
         if not whole:
             return False
         with self.connection() as connection:
-            table = self._reflected(connection, spec)
-        own = {item.name: self.column_type(item, in_key=item.name in spec.key) for item in spec.columns}
-        return all(str(table.c[name].type) == str(kind) for name, kind in own.items())
+            table = self._reflect_table(connection, spec)
+        types = {item.name: self.column_type(item, in_key=item.name in spec.key) for item in spec.columns}
+        return all(str(table.c[name].type) == str(kind) for name, kind in types.items())
 
     def append(self, merge: Merge, rows: Iterator[pa.RecordBatch]) -> int:
         counts: list[int] = []
         with self.connection() as connection, ThreadPoolExecutor(1) as pool:
-            emptied = self._claim(connection, merge)
-            table = self._reflected(connection, merge.spec)
+            emptied_at = self._claim(connection, merge)
+            table = self._reflect_table(connection, merge.spec)
             # Spark makes the next rows while these are inserted.
             insert: Future[None] | None = None
             for batch in gathered(counted(rows, counts), APPEND_BYTES):
@@ -268,7 +268,7 @@ class ClickhouseTarget(SqlTarget):
             if insert is not None:
                 insert.result()
             crash_point("sink:merging")
-            self._advance(connection, merge, emptied)
+            self._advance(connection, merge, emptied_at)
         crash_point("sink:merged")
         return sum(counts)
 
@@ -276,15 +276,15 @@ class ClickhouseTarget(SqlTarget):
         """CommitConflict unless the positions are the expected ones; returns when the table was emptied, 0 for never."""
         if merge.clear:
             return 0
-        found = {row["partition"]: row for row in _rows(connection, POSITIONS, merge.place)}
-        is_changed = _CLEARING in found or any(
-            (row["next"] if (row := found.get(partition)) else None) != expected
+        positions = {row["partition"]: row for row in _rows(connection, POSITIONS, merge.place)}
+        is_changed = _CLEARING in positions or any(
+            (row["next"] if (row := positions.get(partition)) else None) != expected
             or (row is not None and row["origin"] != merge.origin)
             for partition, expected in merge.expected.items()
         )
         if is_changed:
             raise CommitConflict(f"{merge.place}: another run wrote first; run again")
-        return int(found[_EMPTIED]["next"]) if _EMPTIED in found else 0
+        return int(positions[_EMPTIED]["next"]) if _EMPTIED in positions else 0
 
     def _clear(self, connection: Connection, merge: Merge) -> None:
         """Empty the table. A kill on the way leaves a mark, and the sink then asks for another --reset."""
@@ -306,34 +306,35 @@ class ClickhouseTarget(SqlTarget):
         """Insert the changes of a load table."""
         spec = merge.spec
         rows = self.load_table(table, spec, load.name, None)
-        held = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
-        if held != load.rows:
-            raise CommitConflict(f"{load.name} has {held} rows, and {load.rows} were written; run again")
+        count = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
+        if count != load.rows:
+            raise CommitConflict(f"{load.name} has {count} rows, and {load.rows} were written; run again")
         check_parsed(connection, rows, table)
-        others = [column.name for column in spec.others]
+        names = [column.name for column in spec.others]
         if spec.mode == "insert":
             # The text of a row also covers nulls, of which a hash would be null.
             marks = sa.func.sum(sa.func.sipHash64(sa.func.formatRow("TSV", *rows.c)))
             content = connection.execute(sa.select(marks).select_from(rows)).scalar_one()
             # In one order and one thread, the same rows make the same blocks: a token counts block by block.
-            names = [*spec.key, *others]
-            whole = sa.select(*(cast_column(rows, table, name) for name in names), rows.c[OFFSET], sa.literal(0))
-            ordered = whole.order_by(*(rows.c[name] for name in _order(spec)))
-            statement = self.upserts(table, ordered, spec.key, [*others, OFFSET, DELETED])[0]
-            insert_changes(connection, statement, load_token(merge, held, content), max_threads=1, max_insert_threads=1)
+            columns = [cast_column(rows, table, name) for name in (*spec.key, *names)]
+            changes = sa.select(*columns, rows.c[OFFSET], sa.literal(0))
+            changes = changes.order_by(*(rows.c[name] for name in _order(spec)))
+            statement = self.upserts(table, changes, spec.key, [*names, OFFSET, DELETED])[0]
+            token = load_token(merge, count, content)
+            insert_changes(connection, statement, token, max_threads=1, max_insert_threads=1)
             return
-        gone = sa.select(*(cast_column(rows, table, name) for name in spec.key), rows.c[OFFSET], sa.literal(1))
-        gone = gone.where(rows.c[OP] == DELETE)
-        insert_changes(connection, self.upserts(table, gone, spec.key, [OFFSET, DELETED])[0], own_token())
+        deletions = sa.select(*(cast_column(rows, table, name) for name in spec.key), rows.c[OFFSET], sa.literal(1))
+        deletions = deletions.where(rows.c[OP] == DELETE)
+        insert_changes(connection, self.upserts(table, deletions, spec.key, [OFFSET, DELETED])[0], own_token())
         is_partial = rows.c[SET].is_not(None)
         partial = sa.select(sa.literal(1)).select_from(rows).where(is_partial, rows.c[OP] != DELETE).limit(1)
         if connection.execute(partial).first() is None:
-            whole = [cast_column(rows, table, name) for name in (*spec.key, *others)]
-            kept = sa.select(*whole, rows.c[OFFSET], sa.literal(0))
+            columns = [cast_column(rows, table, name) for name in (*spec.key, *names)]
+            changes = sa.select(*columns, rows.c[OFFSET], sa.literal(0))
         else:
-            kept = merged_rows(rows, table, spec)
-        kept = kept.where(rows.c[OP] != DELETE)
-        insert_changes(connection, self.upserts(table, kept, spec.key, [*others, OFFSET, DELETED])[0], own_token())
+            changes = merged_rows(rows, table, spec)
+        changes = changes.where(rows.c[OP] != DELETE)
+        insert_changes(connection, self.upserts(table, changes, spec.key, [*names, OFFSET, DELETED])[0], own_token())
 
     def upserts(
         self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]
@@ -341,29 +342,29 @@ class ClickhouseTarget(SqlTarget):
         """An insert: ClickHouse keeps the row of the highest offset."""
         return [sa.insert(table).from_select([*key, *others], rows)]
 
-    def _advance(self, connection: Connection, merge: Merge, emptied: int) -> None:
-        if self._claim(connection, merge) != emptied:
+    def _advance(self, connection: Connection, merge: Merge, emptied_at: int) -> None:
+        if self._claim(connection, merge) != emptied_at:
             raise CommitConflict(f"{merge.place}: another run has emptied the table; run again")
         # Positions that come again, after a reset, are not skipped.
         client_of(connection).set_client_setting(TOKEN, own_token())
         self._note(connection, merge)
         rows = [
-            {**place_values(merge.place), "partition": partition, "next": upcoming, "origin": merge.origin}
-            for partition, upcoming in merge.upcoming.items()
+            {**place_values(merge.place), "partition": partition, "next": next_offset, "origin": merge.origin}
+            for partition, next_offset in merge.upcoming.items()
         ]
         if rows:
             connection.execute(sa.insert(POSITIONS), rows)
 
     def _note(self, connection: Connection, merge: Merge) -> None:
         """Note refused records, and remove those that leave quarantine, or that an unfinished batch noted."""
-        bad = {(item.partition, item.offset): item for item in merge.bad}
+        record_by_spot = {(item.partition, item.offset): item for item in merge.bad}
         rows = _rows(connection, QUARANTINE, merge.place) if merge.upcoming or merge.cured else []
-        over = {(row["partition"], row["offset"]) for row in rows if _is_open(merge, row)}
-        gone = (over | set(merge.cured)) - bad.keys()
+        open_spots = {(row["partition"], row["offset"]) for row in rows if _is_open(merge, row)}
+        removed_spots = (open_spots | set(merge.cured)) - record_by_spot.keys()
         change = max((row["change"] for row in rows), default=0) + 1
         values = [
             {"partition": at[0], "offset": at[1], "key": item and item.key, "error": item and item.error}
-            for at, item in [*bad.items(), *((at, None) for at in sorted(gone))]
+            for at, item in [*record_by_spot.items(), *((at, None) for at in sorted(removed_spots))]
         ]
         common = {**place_values(merge.place), "change": change}
         if values:
@@ -375,7 +376,7 @@ class ClickhouseTarget(SqlTarget):
 
     def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
         with self.connection() as connection:
-            table = self._reflected(connection, spec)
+            table = self._reflect_table(connection, spec)
             query = final(sa.select(*(read_column(table, item) for item in spec.columns)), table)
             text = sql_text(connection, query)
             with client_of(connection).query_arrow_stream(text, use_strings=False) as batches:
@@ -398,14 +399,14 @@ class ClickhouseTarget(SqlTarget):
         query = sa.text("SELECT engine_full, sorting_key FROM system.tables WHERE database = :at AND name = :name")
         database = table.schema or connection.execute(sa.text("SELECT currentDatabase()")).scalar_one()
         engine, order = connection.execute(query, {"at": database, "name": table.name}).one()
-        parts = {part.strip() for part in split_top_level(order.removeprefix("(").removesuffix(")"))}
-        wanted = _order(spec)
-        in_order = len(parts) == len(wanted) and all({name, quote_identifier(name)} & parts for name in wanted)
+        columns = {column.strip() for column in split_top_level(order.removeprefix("(").removesuffix(")"))}
+        names = _order(spec)
+        in_order = len(columns) == len(names) and all({name, quote_identifier(name)} & columns for name in names)
         if in_order and _VERSION.search(engine):
             return None
         ddl = ddl_text(sa.schema.CreateTable(self.new_table(spec)), connection)
         engine = f"ReplacingMergeTree({OFFSET}, {DELETED})"
-        return f"it is no {engine} ordered by ({', '.join(wanted)}); move it away, and make it so:\n{ddl};"
+        return f"it is no {engine} ordered by ({', '.join(names)}); move it away, and make it so:\n{ddl};"
 
     def column_type(self, column: Column, *, in_key: bool) -> SqlType:
         kind = new_type(column)
@@ -444,6 +445,6 @@ def _rows(connection: Connection, table: sa.Table, place: Place) -> list[Mapping
 
 def _is_open(merge: Merge, row: Mapping[str, Any]) -> bool:
     """Whether a refused record lies in the ranges that the merge passes."""
-    upcoming = merge.upcoming.get(row["partition"])
+    next_offset = merge.upcoming.get(row["partition"])
     first = merge.expected.get(row["partition"]) or 0
-    return upcoming is not None and first <= row["offset"] < upcoming
+    return next_offset is not None and first <= row["offset"] < next_offset

@@ -134,8 +134,8 @@ def wider(existing: SqlType, column: Column) -> SqlType | None:
         larger = ch.Float64()
     elif isinstance(existing, ch.Decimal) and kinds.is_decimal(kind):
         scale = max(kind.scale, existing.scale or 0)
-        whole = max(kind.precision - kind.scale, (existing.precision or 0) - (existing.scale or 0))
-        larger = ch.Decimal(whole + scale, scale) if whole + scale <= 76 else None
+        whole_digits = max(kind.precision - kind.scale, (existing.precision or 0) - (existing.scale or 0))
+        larger = ch.Decimal(whole_digits + scale, scale) if whole_digits + scale <= 76 else None
     is_nullable = bool(getattr(existing, "nullable", False))
     return nullable(larger) if larger is not None and is_nullable else larger
 
@@ -194,21 +194,27 @@ def merged_rows(rows: sa.Table, table: sa.Table, spec: TableSpec) -> sa.Select[A
     """
     partial = sa.and_(rows.c[OP].in_([UPSERT, UPDATE]), rows.c[SET].is_not(None))
     keys = [cast_column(rows, table, name) for name in spec.key]
-    wanted = sa.select(*keys).where(partial)
-    own = [table.c[name] for name in spec.key]
+    partial_keys = sa.select(*keys).where(partial)
+    key_columns = [table.c[name] for name in spec.key]
     # The setting `final` of the insert has the effect of FINAL here, where the dialect does not write it.
-    now = sa.select(*table.c).where((sa.tuple_(*own) if len(own) > 1 else own[0]).in_(wanted)).subquery("present")
-    same = sa.and_(partial, *(now.c[name] == key for name, key in zip(spec.key, keys, strict=True)))
+    present_rows = (
+        sa.select(*table.c)
+        .where((sa.tuple_(*key_columns) if len(key_columns) > 1 else key_columns[0]).in_(partial_keys))
+        .subquery("present")
+    )
+    is_same_key = sa.and_(partial, *(present_rows.c[name] == key for name, key in zip(spec.key, keys, strict=True)))
     shape = sa.func.ifNull(rows.c[SET], "1" * len(spec.others))
-    is_there = now.c[spec.key[0]].is_not(None)
-    was_there = sa.and_(is_there, now.c[OFFSET] < rows.c[CREATION])
+    is_there = present_rows.c[spec.key[0]].is_not(None)
+    was_there = sa.and_(is_there, present_rows.c[OFFSET] < rows.c[CREATION])
     values: list[sa.ColumnElement[Any]] = []
     for at, item in enumerate(spec.others):
         mark = sa.func.substring(shape, at + 1, 1)
         is_set = sa.or_(mark == "1", sa.and_(mark == "2", was_there))
-        values.append(sa.case((is_set, cast_column(rows, table, item.name)), else_=now.c[item.name]))
-    whole = sa.select(*keys, *values, rows.c[OFFSET], sa.literal(0)).select_from(rows.outerjoin(now, same))
-    return whole.where(sa.or_(rows.c[OP] != UPDATE, is_there))
+        values.append(sa.case((is_set, cast_column(rows, table, item.name)), else_=present_rows.c[item.name]))
+    query = sa.select(*keys, *values, rows.c[OFFSET], sa.literal(0)).select_from(
+        rows.outerjoin(present_rows, is_same_key)
+    )
+    return query.where(sa.or_(rows.c[OP] != UPDATE, is_there))
 
 
 def cast_column(rows: sa.Table, table: sa.Table, name: str) -> sa.ColumnElement[Any]:
@@ -220,9 +226,9 @@ def check_parsed(connection: Connection, rows: sa.Table, table: sa.Table) -> Non
     """TargetRefused for a text that ClickHouse can't parse: its cast to a Nullable type makes such a text null."""
     for column in table.c:
         if isinstance(column.type, (ch.UUID, ch.IPv4, ch.IPv6, ch.JSON)) and column.name in rows.c:
-            own = rows.c[column.name]
-            bad = sa.and_(own.is_not(None), cast_column(rows, table, column.name).is_(None))
-            row = connection.execute(sa.select(own).where(bad).limit(1)).first()
+            text = rows.c[column.name]
+            is_unparsed = sa.and_(text.is_not(None), cast_column(rows, table, column.name).is_(None))
+            row = connection.execute(sa.select(text).where(is_unparsed).limit(1)).first()
             if row is not None:
                 raise TargetRefused(f"the column {column.name} is {row[0]!r}, which is no {inner_name(column.type)}")
 
@@ -231,11 +237,11 @@ def _bits(existing: SqlType) -> int:
     return next((bits for of, bits in _INTEGERS if isinstance(existing, of)), 0)
 
 
-def _decimal_holds(existing: SqlType, whole: int, scale: int) -> bool:
+def _decimal_holds(existing: SqlType, whole_digits: int, scale: int) -> bool:
     if not isinstance(existing, ch.Decimal):
         return False
-    own = existing.scale or 0
-    return (existing.precision or 0) - own >= whole and own >= scale
+    existing_scale = existing.scale or 0
+    return (existing.precision or 0) - existing_scale >= whole_digits and existing_scale >= scale
 
 
 def _instant(existing: SqlType) -> tuple[int, str]:
@@ -269,19 +275,19 @@ def error_text(error: object) -> str:
 def insert_records(connection: Connection, table: sa.Table, merge: Merge, batch: pa.RecordBatch) -> None:
     """Insert records into the table itself. With mode insert, ClickHouse skips a block that it has."""
     names = [column.name for column in merge.spec.columns]
-    offsets, deleted = batch.column(OFFSET).cast(pa.uint64()), pc.equal(batch.column(OP), DELETE).cast(pa.uint8())
-    columns = [*(stored(batch.column(name), name) for name in names), offsets, deleted]
-    made = pa.Table.from_arrays(columns, names=[*names, OFFSET, DELETED])
+    offsets, is_deleted = batch.column(OFFSET).cast(pa.uint64()), pc.equal(batch.column(OP), DELETE).cast(pa.uint8())
+    columns = [*(stored(batch.column(name), name) for name in names), offsets, is_deleted]
+    arrow_table = pa.Table.from_arrays(columns, names=[*names, OFFSET, DELETED])
     # Rows of one key in a block are left to FINAL and to merges: to look for them takes half of the insert's time.
     settings: dict[str, Any] = {"optimize_on_insert": 0}
     if merge.spec.mode == "upsert":
         settings[TOKEN] = own_token()
-    client_of(connection).insert_arrow(table.name, made, database=table.schema, settings=settings)
+    client_of(connection).insert_arrow(table.name, arrow_table, database=table.schema, settings=settings)
 
 
-def insert_changes(connection: Connection, statement: sa.Executable, token: str, **others: int) -> None:
+def insert_changes(connection: Connection, statement: sa.Executable, token: str, **further_settings: int) -> None:
     """Insert what a statement selects."""
-    settings = {TOKEN: token, "join_use_nulls": 1, "final": 1, **others}
+    settings = {TOKEN: token, "join_use_nulls": 1, "final": 1, **further_settings}
     client_of(connection).command(sql_text(connection, statement), settings=settings)
 
 
@@ -295,16 +301,16 @@ def load_token(merge: Merge, *load: int) -> str:
 
     Another run shares the rows out in another way, and an edit of the pipeline file gives them other values.
     """
-    ranges = [f"{p}:{merge.expected.get(p)}-{upcoming}" for p, upcoming in sorted(merge.upcoming.items())]
+    ranges = [f"{p}:{merge.expected.get(p)}-{next_offset}" for p, next_offset in sorted(merge.upcoming.items())]
     parts = [*place_values(merge.place).values(), merge.origin, *ranges, *map(str, (*merge.cured, *load))]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def sql_text(connection: Connection, statement: Any) -> str:
     """A statement as text, with its values."""
-    made = str(statement.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True}))
+    text = str(statement.compile(dialect=connection.dialect, compile_kwargs={"literal_binds": True}))
     # SQLAlchemy doubles each percent sign, as for a statement with parameters.
-    return made.replace("%%", "%")
+    return text.replace("%%", "%")
 
 
 def client_of(connection: Connection) -> Any:

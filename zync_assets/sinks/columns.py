@@ -89,9 +89,9 @@ class Layout:
         column FAILED.
         """
         safe = "{}" if guarded is None else f"CASE WHEN {FAILED} IS NULL THEN {{}} END"
-        own = [safe.format(_value(item)) if item.sql in (guarded or ()) else _value(item) for item in self.columns]
-        own = [f"{sql} AS c{number}" for number, sql in enumerate(own)]
-        own += [
+        parts = [safe.format(_value(item)) if item.sql in (guarded or ()) else _value(item) for item in self.columns]
+        parts = [f"{sql} AS c{number}" for number, sql in enumerate(parts)]
+        parts += [
             f"coalesce({item.unset}, false) AS u{at}" for at, item in enumerate(self.columns) if item.unset is not None
         ]
         groups = ["schema", "left_out"] if staged else ["NULL", "NULL"]
@@ -101,7 +101,7 @@ class Layout:
             marks, names = [*marks, f"coalesce({safe.format(self.update_sql)}, false)"], [*names, IS_UPDATE]
         if guarded is not None:
             marks, names = [*marks, FAILED], [*names, FAILED]
-        return own + [f"{sql} AS {name}" for sql, name in zip(marks, names, strict=True)]
+        return parts + [f"{sql} AS {name}" for sql, name in zip(marks, names, strict=True)]
 
     @property
     def key_names(self) -> list[str]:
@@ -111,7 +111,7 @@ class Layout:
     def records(self, batch: pa.RecordBatch) -> Records:
         """The records of a source's frame. TargetRefused for a record that is no change, and for a null in a key column."""
         deletes = _deletes(batch)
-        arrays = [_converted(batch.column(number), item) for number, item in enumerate(self.columns)]
+        arrays = [_target_values(batch.column(number), item) for number, item in enumerate(self.columns)]
         rows = self._rows(arrays)
         is_set = self._is_set(batch, rows)
         is_delete = deletes.to_numpy(zero_copy_only=False)
@@ -122,7 +122,7 @@ class Layout:
         """The columns of the table, of the values of ``columns``. Raises as ``records``."""
         rows = pa.RecordBatch.from_arrays(arrays, names=[item.column.name for item in self.columns])
         if self.function is not None:
-            rows = self._as_told(changed(self.function, rows), rows)
+            rows = self._checked_rows(changed(self.function, rows), rows)
         for name in self.spec.key:
             if rows.column(name).null_count:
                 raise TargetRefused(f"the key column {name} is null")
@@ -136,24 +136,24 @@ class Layout:
     def appended(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows of a source's frame as a load table takes them, one for each record."""
         deletes = _deletes(batch)
-        rows = self._rows([_converted(batch.column(number), item) for number, item in enumerate(self.columns)])
+        rows = self._rows([_target_values(batch.column(number), item) for number, item in enumerate(self.columns)])
         op = pc.if_else(deletes, DELETE, UPSERT)
         marks = [op, pa.nulls(len(rows), pa.string()), batch.column(OFFSET)]
         return pa.RecordBatch.from_arrays([*rows.columns, *marks], names=[*rows.schema.names, OP, SET, OFFSET])
 
-    def _as_told(self, rows: pa.RecordBatch, before: pa.RecordBatch) -> pa.RecordBatch:
+    def _checked_rows(self, rows: pa.RecordBatch, source_rows: pa.RecordBatch) -> pa.RecordBatch:
         """The rows of the user's function, which must have the columns that it gave for no rows, and the keys that it got."""
         for column in self.spec.columns:
-            wanted = pa.string() if column.as_json else column.type
-            found = rows.schema.field(column.name).type if column.name in rows.schema.names else None
-            if found != wanted:
+            expected_type = pa.string() if column.as_json else column.type
+            kind = rows.schema.field(column.name).type if column.name in rows.schema.names else None
+            if kind != expected_type:
                 raise SinkError(
-                    f"before: function {self.function} returns column {column.name} as {found or 'nothing'}, and of an empty"
-                    f" batch as {wanted}. Let it return the same columns and types for every batch."
+                    f"before: function {self.function} returns column {column.name} as {kind or 'nothing'}, and of an empty"
+                    f" batch as {expected_type}. Let it return the same columns and types for every batch."
                 )
         # Records are shared out, and folded, in the order of their keys before the function.
         for name in self.spec.key if self.spec.mode == "upsert" else ():
-            if not rows.column(name).equals(before.column(name)):
+            if not rows.column(name).equals(source_rows.column(name)):
                 raise SinkError(
                     f"before: function {self.function} changes the key column {name}. Let it keep the key columns, and change"
                     " the key with before: {set: ...}."
@@ -191,14 +191,14 @@ class Layout:
         paths = pc.fill_null(pc.binary_join(left_out.cast(pa.list_(pa.string())), "\n"), "")
         groups = pc.binary_join_element_wise(prints, paths, "\n")
         for group in pc.unique(groups).to_pylist():
-            print_, absent = parse_group(group)
+            print_, absent_paths = parse_group(group)
             fields = self.schemas.get(print_)
-            gone = {original_name(path.removeprefix("value.").strip("`")) for path in absent if path}
-            here = pc.equal(groups, group).to_numpy(zero_copy_only=False)
+            absent_names = {original_name(path.removeprefix("value.").strip("`")) for path in absent_paths if path}
+            is_in_group = pc.equal(groups, group).to_numpy(zero_copy_only=False)
             for at, name in enumerate(names):
-                own = by_name[name][1].name if name in by_name else None
-                if own is not None and (own in gone or (fields is not None and own not in fields)):
-                    is_set[here, at] = False
+                source = by_name[name][1].name if name in by_name else None
+                if source is not None and (source in absent_names or (fields is not None and source not in fields)):
+                    is_set[is_in_group, at] = False
 
 
 def _deletes(batch: pa.RecordBatch) -> pa.BooleanArray:
@@ -217,21 +217,23 @@ def changed(function: str, rows: pa.RecordBatch) -> pa.RecordBatch:
         call = getattr(import_module(module), name)
     except Exception as error:
         raise SinkError(
-            f"before: function {function}: {_told(error)}. Put its module on the path of Spark's workers."
+            f"before: function {function}: {_error_text(error)}. Put its module on the path of Spark's workers."
         ) from None
     try:
-        made = call(rows)
+        new_rows = call(rows)
     except Exception as error:
         # Any other error is a defect of the function. It would put every record aside.
         if rows.num_rows and isinstance(error, (ValueError, ArithmeticError)):
-            raise TargetRefused(f"before: function {function} fails: {_told(error)}") from error
-        raise SinkError(f"before: function {function} failed: {_told(error)}. Correct it, and run again.") from error
-    if not isinstance(made, pa.RecordBatch) or made.num_rows != rows.num_rows:
+            raise TargetRefused(f"before: function {function} fails: {_error_text(error)}") from error
+        raise SinkError(
+            f"before: function {function} failed: {_error_text(error)}. Correct it, and run again."
+        ) from error
+    if not isinstance(new_rows, pa.RecordBatch) or new_rows.num_rows != rows.num_rows:
         raise SinkError(f"before: function {function} must return an Arrow batch of as many rows as it gets.")
-    return made
+    return new_rows
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
 
 
@@ -263,26 +265,26 @@ def make_layout(
     if sink.mode == "insert":
         places = [_coordinate(name, f"kafka_{name}") for name in COORDINATES]
         of_key = {} if "key" not in sides else {item.column.name: item for item in _side("key", sides["key"], "key")}
-        own = {item.column.name: item for item in places} | of_key | values
-        chosen = {item.column.name: item for item in keys} or {item.column.name: item for item in places}
-        columns = {**chosen, **own, **chosen}
+        all_columns = {item.column.name: item for item in places} | of_key | values
+        key_columns = {item.column.name: item for item in keys} or {item.column.name: item for item in places}
+        columns = {**key_columns, **all_columns, **key_columns}
     else:
-        chosen = {item.column.name: item for item in keys}
-        columns = {**chosen, **values, **chosen}
+        key_columns = {item.column.name: item for item in keys}
+        columns = {**key_columns, **values, **key_columns}
     for name, sql in sink.added.items():
         unset = " OR ".join(partial.lacks(sql)) if sink.mode == "upsert" else ""
         columns[name] = SourceColumn(Column(name, types[name], ""), sql, unset=unset or None)
     # A sink of several tables may rename a column that only some of the tables have.
     renamed = sink.rename if len(sink.tables) < 2 and "value" in sides else ()
-    for word, asked in (("include", sink.include or ()), ("rename", renamed)):
-        if unknown := [name for name in asked if name not in columns]:
+    for word, option_names in (("include", sink.include or ()), ("rename", renamed)):
+        if unknown_names := [name for name in option_names if name not in columns]:
             raise SinkError(
-                f"sink {sink.name}, {table.source}: columns: {word} names {unknown[0]}, and the records have"
+                f"sink {sink.name}, {table.source}: columns: {word} names {unknown_names[0]}, and the records have"
                 f" {', '.join(columns)}. Correct the name."
             )
     if sink.include is not None:
-        columns = {name: item for name, item in columns.items() if name in sink.include or name in chosen}
-    made = [
+        columns = {name: item for name, item in columns.items() if name in sink.include or name in key_columns}
+    items = [
         replace(
             item,
             column=replace(
@@ -294,72 +296,72 @@ def make_layout(
         for name, item in columns.items()
         if not pa.types.is_null(item.column.type)
     ]
-    names = [item.column.name for item in made]
-    if own := [name for name in names if name.lower() in (OP, SET, OFFSET, CREATION)]:
+    names = [item.column.name for item in items]
+    if clashes := [name for name in names if name.lower() in (OP, SET, OFFSET, CREATION)]:
         raise SinkError(
-            f"sink {sink.name}, {table.source}: a load table has a column {own[0]} too. Give yours another name with columns:"
+            f"sink {sink.name}, {table.source}: a load table has a column {clashes[0]} too. Give yours another name with columns:"
             " {rename: ...}."
         )
-    same = [name.lower() if target.ignores_case else name for name in names]
-    if twice := [name for name, alike in zip(names, same, strict=True) if same.count(alike) > 1]:
+    spellings = [name.lower() if target.ignores_case else name for name in names]
+    if twins := [name for name, spelling in zip(names, spellings, strict=True) if spellings.count(spelling) > 1]:
         raise SinkError(
-            f"sink {sink.name}, {table.source}: two columns would be called {twice[0]}. Give one another name with columns:"
+            f"sink {sink.name}, {table.source}: two columns would be called {twins[0]}. Give one another name with columns:"
             " {rename: ...}."
         )
     if spans := [
-        item for item in made if pa.types.is_duration(item.column.type) or pa.types.is_interval(item.column.type)
+        item for item in items if pa.types.is_duration(item.column.type) or pa.types.is_interval(item.column.type)
     ]:
         raise SinkError(
             f"sink {sink.name}, {table.source}: column {spans[0].column.name} is an interval, which targets do not have. Make it"
             " a text with before: {set: ...} and CAST(... AS STRING)."
         )
-    key = tuple(sink.rename.get(name, name) for name in chosen)
-    spec = TableSpec(table.name, tuple(item.column for item in made), key, sink.mode, comment)
+    key = tuple(sink.rename.get(name, name) for name in key_columns)
+    spec = TableSpec(table.name, tuple(item.column for item in items), key, sink.mode, comment)
     if sink.before is not None:
-        spec = replace(spec, columns=_after(sink.before, spec))
+        spec = replace(spec, columns=_function_columns(sink.before, spec))
     deletes = deletes if sink.mode == "upsert" else "false"
-    whole = Layout(spec, tuple(made), deletes, schemas=partial.schemas, function=sink.before)
-    return _with_condition(whole, sink, [_value(item) for item in made if item.column.name in key], partial)
+    layout = Layout(spec, tuple(items), deletes, schemas=partial.schemas, function=sink.before)
+    return _with_condition(layout, sink, [_value(item) for item in items if item.column.name in key], partial)
 
 
-def _with_condition(whole: Layout, sink: Sink, keys: Sequence[str], partial: PartialRecords) -> Layout:
+def _with_condition(layout: Layout, sink: Sink, keys: Sequence[str], partial: PartialRecords) -> Layout:
     """A layout with the conditions of the sink. ``keys``: the key columns' SQL."""
     # Spark's workers load no parser.
     from zync_assets.pipeline_file.conditions import is_of_key
 
     where = () if sink.where is None else (sink.where,)
     if sink.mode == "insert":
-        return replace(whole, where=where)
+        return replace(layout, where=where)
     # No condition drops a record that is no change of a row: such a record is refused.
-    stays = f"coalesce(NOT ({whole.delete_sql}), true)"
+    stays = f"coalesce(NOT ({layout.delete_sql}), true)"
     if sink.where is None or is_of_key(sink.where):
-        return replace(whole, where=where if sink.delete else (*where, stays))
+        return replace(layout, where=where if sink.delete else (*where, stays))
     unsure = " OR ".join(partial.lacks(sink.where)) or None
     meets = f"coalesce({sink.where}, false)"
-    no_change = None if whole.delete_sql == NO_VALUE else f"({whole.delete_sql}) IS NULL"
-    if first := " OR ".join(sql for sql in (no_change, unsure) if sql is not None):
+    no_change = None if layout.delete_sql == NO_VALUE else f"({layout.delete_sql}) IS NULL"
+    if exemption := " OR ".join(sql for sql in (no_change, unsure) if sql is not None):
         # First, since the condition could fail on Debezium's placeholder.
-        meets = f"CASE WHEN {first} THEN true ELSE {meets} END"
+        meets = f"CASE WHEN {exemption} THEN true ELSE {meets} END"
     if not sink.delete:
-        return replace(whole, where=(meets, stays), update_sql=unsure)
+        return replace(layout, where=(meets, stays), update_sql=unsure)
     # A record without a whole key has no row that could go.
-    there = " AND ".join(f"{key} IS NOT NULL" for key in keys)
-    kept = f"coalesce({whole.delete_sql}, true) OR {meets} OR ({there})"
-    return replace(whole, delete_sql=f"({whole.delete_sql}) OR NOT ({meets})", where=(kept,), update_sql=unsure)
+    has_key = " AND ".join(f"{key} IS NOT NULL" for key in keys)
+    condition = f"coalesce({layout.delete_sql}, true) OR {meets} OR ({has_key})"
+    return replace(layout, delete_sql=f"({layout.delete_sql}) OR NOT ({meets})", where=(condition,), update_sql=unsure)
 
 
-def _after(function: str, spec: TableSpec) -> tuple[Column, ...]:
+def _function_columns(function: str, spec: TableSpec) -> tuple[Column, ...]:
     """The columns after the user's function, which tells them by what it makes of no rows."""
     fields = [pa.field(item.name, pa.string() if item.as_json else item.type) for item in spec.columns]
-    made = changed(function, pa.RecordBatch.from_pylist([], schema=pa.schema(fields))).schema
-    known = {item.name: item for item in spec.columns}
-    if lost := [name for name in spec.key if name not in made.names]:
-        raise SinkError(f"before: function {function} must keep the key column {lost[0]}.")
-    if untyped := [item.name for item in made if pa.types.is_null(item.type)]:
-        raise SinkError(f"before: function {function} must give column {untyped[0]} a type, for an empty batch too.")
+    schema = changed(function, pa.RecordBatch.from_pylist([], schema=pa.schema(fields))).schema
+    columns = {item.name: item for item in spec.columns}
+    if missing_keys := [name for name in spec.key if name not in schema.names]:
+        raise SinkError(f"before: function {function} must keep the key column {missing_keys[0]}.")
+    if void_names := [item.name for item in schema if pa.types.is_null(item.type)]:
+        raise SinkError(f"before: function {function} must give column {void_names[0]} a type, for an empty batch too.")
     return tuple(
-        known[item.name] if item.name in known and known[item.name].as_json else Column(item.name, item.type)
-        for item in made
+        columns[item.name] if item.name in columns and columns[item.name].as_json else Column(item.name, item.type)
+        for item in schema
     )
 
 
@@ -391,22 +393,22 @@ def _key_column(
     of_key: Mapping[str, SourceColumn],
     values: Mapping[str, SourceColumn],
 ) -> SourceColumn:
-    side, dot, own = name.partition(".")
-    if dot and side == "kafka" and own in COORDINATES:
-        return _coordinate(own, f"kafka_{own}")
+    side, dot, field_name = name.partition(".")
+    if dot and side == "kafka" and field_name in COORDINATES:
+        return _coordinate(field_name, f"kafka_{field_name}")
     if not dot or side == "key":
-        wanted = own if dot else name
-        if wanted in of_key:
-            return of_key[wanted]
+        column_name = field_name if dot else name
+        if column_name in of_key:
+            return of_key[column_name]
         if of_key and not pa.types.is_struct(kind) and len(sink.key) == 1:
             (single,) = of_key.values()
-            return replace(single, column=replace(single.column, name=wanted))
-    wanted = own if dot and side == "value" else name
-    if side != "key" and wanted in values:
-        return replace(values[wanted], name=None)
-    there = ", ".join([*(f"key.{item}" for item in of_key), *(f"value.{item}" for item in values)])
+            return replace(single, column=replace(single.column, name=column_name))
+    column_name = field_name if dot and side == "value" else name
+    if side != "key" and column_name in values:
+        return replace(values[column_name], name=None)
+    names = ", ".join([*(f"key.{item}" for item in of_key), *(f"value.{item}" for item in values)])
     raise SinkError(
-        f"sink {sink.name}, {table.source}: key: names {name}, and the records have {there or 'no fields'}. Correct the name."
+        f"sink {sink.name}, {table.source}: key: names {name}, and the records have {names or 'no fields'}. Correct the name."
     )
 
 
@@ -424,8 +426,8 @@ def _side(root: str, kind: pa.DataType, side: str, partial: PartialRecords | Non
     for item in fields_of(kind):
         name = original_name(item.name)
         note = connect_note_of(item)
-        own, units = time_of(item, note)
-        column = Column(name, own, f"{side}.{name}", note=note.name)
+        column_type, units = time_of(item, note)
+        column = Column(name, column_type, f"{side}.{name}", note=note.name)
         source_name, path = name if side == "value" else None, (*root.split("."), item.name)
         unset = partial.unset(item) if partial is not None else None
         yield SourceColumn(column, f"{root}.{name_sql(item.name)}", source_name, path, units, unset)
@@ -438,7 +440,7 @@ def _value(item: SourceColumn) -> str:
     return f"to_json({sql}, {_JSON})" if item.column.as_json else sql
 
 
-def _converted(values: pa.Array, item: SourceColumn) -> pa.Array:
+def _target_values(values: pa.Array, item: SourceColumn) -> pa.Array:
     column = item.column
     kind = pa.string() if column.as_json else column.type
     if item.units:

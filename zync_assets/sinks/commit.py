@@ -124,8 +124,8 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
         reason = error.reason if isinstance(error, ExpressionFailure) else ""
         with target.run(plan.place) as run:
             count, bad = _search(batch, layout, run, reason)
-    left, seconds = plan.lag - plan.offsets, time.monotonic() - start
-    return SinkCommit(plan.sink.name, plan.table.name, plan.table.source, plan.ranges, count, len(bad), seconds, left)
+    lag, seconds = plan.lag - plan.offsets, time.monotonic() - start
+    return SinkCommit(plan.sink.name, plan.table.name, plan.table.source, plan.ranges, count, len(bad), seconds, lag)
 
 
 def _prepare(target: Target, plan: SinkPlan, spec: TableSpec) -> None:
@@ -138,21 +138,23 @@ def _prepare(target: Target, plan: SinkPlan, spec: TableSpec) -> None:
             raise
         if not target.has_table(spec):
             raise _lost_table(plan) from None
-        anew = f"If you make the table anew, load it from the start: {reset_command(plan)}"
-        raise TableUnfit(f"{error}\n{anew}") from None
+        remedy = f"If you make the table anew, load it from the start: {reset_command(plan)}"
+        raise TableUnfit(f"{error}\n{remedy}") from None
     if is_begun or spec.mode == "upsert":
         return
-    if found := target.past_places(plan.place, spec, plan.origin, plan.pipeline.sink_names):
-        if not found[0].sink:
+    if places := target.past_places(plan.place, spec, plan.origin, plan.pipeline.sink_names):
+        if not places[0].sink:
             raise SinkError(
                 f"sink {plan.sink.name}, table {spec.name}: the table has records of {plan.table.topic}, and the target has no"
                 " position of them. The target's table zync_positions was lost, or another program wrote the records. Records"
                 f" would be in the table twice. Put zync_positions back; or load the table again: {reset_command(plan)}"
             )
-        past = found[0].sink if found[0].pipeline == plan.place.pipeline else f"{found[0].sink} of {found[0].pipeline}"
+        name = (
+            places[0].sink if places[0].pipeline == plan.place.pipeline else f"{places[0].sink} of {places[0].pipeline}"
+        )
         raise SinkError(
             f"sink {plan.sink.name}, table {spec.name}: the table has rows, and a sink that the pipeline file does not have"
-            f" ({past}) has written {plan.table.source} to this target. Records would be in the table twice. Give the sink, and"
+            f" ({name}) has written {plan.table.source} to this target. Records would be in the table twice. Give the sink, and"
             f" the pipeline, the old name; or load the table again: {reset_command(plan)}"
         )
 
@@ -200,11 +202,11 @@ def _append_task(sink: Sink, layout: Layout, merge: Merge, batches: Iterator[pa.
     return open_target(sink).append(merge, loaded(layout, batches, whole=True))
 
 
-def _load(batch: SinkBatch, layout: Layout, run: str, most: int) -> list[LoadTable]:
+def _load(batch: SinkBatch, layout: Layout, run: str, max_tasks: int) -> list[LoadTable]:
     """Load the records of a batch in Spark tasks."""
     plan = batch.plan
     frame = batch.dataframe(layout)
-    count = max(1, min(most, plan.offsets // TASK_ROWS))
+    count = max(1, min(max_tasks, plan.offsets // TASK_ROWS))
     count = min(count, slots(batch.spark)) if count > 1 else 1
     # Rows are appended by the tasks that read them: a shuffle costs more than tasks of equal size save.
     is_spread = layout.spec.mode == "upsert" and count > 1
@@ -234,26 +236,26 @@ def _load_task(sink: Sink, layout: Layout, run: str, batches: Iterator[pa.Record
     task = TaskContext.get()
     # A task that Spark runs again must not append to what its first attempt wrote.
     name = f"{run}{task.partitionId()}_{task.attemptNumber()}" if task is not None else f"{run}0_0"
-    first = next(batches, None)
-    if first is None:
+    first_batch = next(batches, None)
+    if first_batch is None:
         return None
-    return open_target(sink).load(layout.spec, name, loaded(layout, chain([first], batches)))
+    return open_target(sink).load(layout.spec, name, loaded(layout, chain([first_batch], batches)))
 
 
 def loaded(layout: Layout, batches: Iterable[pa.RecordBatch], *, whole: bool = False) -> Iterator[pa.RecordBatch]:
     """The rows of a load table. ``whole``: one for each record, without a fold."""
-    parts = map(_sound, gathered(iter(batches), PART_BYTES))
+    parts = map(_checked_batch, gathered(iter(batches), PART_BYTES))
     if whole or layout.spec.mode == "insert":
         return (layout.appended(part) for part in parts)
-    others = [column.name for column in layout.spec.others]
-    return fold_all((layout.records(part) for part in parts), layout.spec.key, others)
+    other_names = [column.name for column in layout.spec.others]
+    return fold_all((layout.records(part) for part in parts), layout.spec.key, other_names)
 
 
-def _sound(batch: pa.RecordBatch) -> pa.RecordBatch:
+def _checked_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
     """The batch. TargetRefused if an expression of ``before:`` fails on a record."""
-    found = pc.unique(batch.column(FAILED).drop_null()).to_pylist() if FAILED in batch.schema.names else []
-    if found:
-        raise TargetRefused(f"{found[0]} fails")
+    failures = pc.unique(batch.column(FAILED).drop_null()).to_pylist() if FAILED in batch.schema.names else []
+    if failures:
+        raise TargetRefused(f"{failures[0]} fails")
     return batch
 
 
@@ -271,9 +273,9 @@ def in_tasks(frame: DataFrame, work: Callable[[Iterator[pa.RecordBatch]], T]) ->
         if not isinstance(error.__cause__, Exception) or not is_of_data(error.__cause__):
             raise
         reason = cause_line(error.__cause__).rstrip(".")
-        found = ExpressionFailure(f"an expression of before: fails: {reason}. Correct it in the pipeline file.")
-        found.reason = reason
-        raise found from error
+        refusal = ExpressionFailure(f"an expression of before: fails: {reason}. Correct it in the pipeline file.")
+        refusal.reason = reason
+        raise refusal from error
 
 
 class ExpressionFailure(TargetRefused):
@@ -312,7 +314,7 @@ def kept_text(text: str) -> str:
 class SearchTask:
     """The arguments of the task of step 4.
 
-    ``merge``: of the whole batch, without load tables; ``known``: the number of records in the sink's quarantine; ``reason``: why
+    ``merge``: of the whole batch, without load tables; ``bad_count``: of records in the sink's quarantine; ``reason``: why
     an expression fails in the batch.
     """
 
@@ -320,7 +322,7 @@ class SearchTask:
     layout: Layout
     run: str
     merge: Merge
-    known: int
+    bad_count: int
     reason: str
 
     @property
@@ -331,8 +333,8 @@ class SearchTask:
 def _search_task(task: SearchTask, batches: Iterator[pa.RecordBatch]) -> tuple[int, Sequence[BadRecord]]:
     """The Spark task of step 4. Every part is a transaction of its own that moves the positions, so that a kill at any moment
     loses nothing."""
-    whole = pa.Table.from_batches(list(batches)).combine_chunks()
-    rows = whole.to_batches()[0] if whole.num_rows else pa.RecordBatch.from_pylist([], schema=whole.schema)
+    table = pa.Table.from_batches(list(batches)).combine_chunks()
+    rows = table.to_batches()[0] if table.num_rows else pa.RecordBatch.from_pylist([], schema=table.schema)
     search = Search(task, rows)
     search.apply(0, rows.num_rows)
     search.finish()
@@ -352,8 +354,8 @@ class Search:
         self.loads = 0
         self.refusals = 0
         """Refused records since the last record that was applied."""
-        failed = FAILED in rows.schema.names and rows.num_rows - rows.column(FAILED).null_count == 1
-        self.reason = task.reason if failed else ""
+        has_one_failure = FAILED in rows.schema.names and rows.num_rows - rows.column(FAILED).null_count == 1
+        self.reason = task.reason if has_one_failure else ""
         """Why an expression fails on the only record on which one fails."""
 
     def apply(self, first: int, end: int) -> None:
@@ -376,15 +378,15 @@ class Search:
             self._merge(self.task.merge.upcoming, ())
 
     def _write(self, first: int, end: int) -> None:
-        part = self.rows.slice(first, end - first)
+        records = self.rows.slice(first, end - first)
         layout = self.task.layout
         if layout.spec.mode == "upsert":
-            order = {name: comparable(part.column(name)) for name in [*layout.key_names, PARTITION, OFFSET]}
-            part = part.take(pc.sort_indices(pa.table(order), [(name, "ascending") for name in order]))
+            order = {name: comparable(records.column(name)) for name in [*layout.key_names, PARTITION, OFFSET]}
+            records = records.take(pc.sort_indices(pa.table(order), [(name, "ascending") for name in order]))
         self.loads += 1
-        moved, merge = self._merge_to(self._after(end))
-        self.count += self.target.apply(merge, f"{self.task.run}{self.loads}", loaded(layout, [part]))
-        self.position |= moved
+        positions, merge = self._merge_to(self._positions_at(end))
+        self.count += self.target.apply(merge, f"{self.task.run}{self.loads}", loaded(layout, [records]))
+        self.position |= positions
         self.refusals = 0
 
     def _put_aside(self, index: int, error: str) -> None:
@@ -396,50 +398,50 @@ class Search:
         is_ours = error.startswith("before: ")
         refusal = error if is_ours else f"the target refused the record: {error}"
         source = f"table {layout.spec.name}, {self.task.place.source}, partition {place[0]}, offset {place[1]}"
-        where = f"sink {sink.name}, {source}: {refusal}"
-        thing = "the expression, as with try_cast," if is_ours else "the table"
+        message = f"sink {sink.name}, {source}: {refusal}"
+        culprit = "the expression, as with try_cast," if is_ours else "the table"
         if sink.on_bad_record == "fail":
-            raise BadRecords(f"{where}. Correct the record or {thing} and run again.")
-        if sink.max_bad_records is not None and self.task.known + len(self.bad) >= sink.max_bad_records:
+            raise BadRecords(f"{message}. Correct the record or {culprit} and run again.")
+        if sink.max_bad_records is not None and self.task.bad_count + len(self.bad) >= sink.max_bad_records:
             raise BadRecords(
-                f"{where}. Already {sink.max_bad_records} records of the source are in quarantine, as many as max-bad-records"
-                f" allows. Correct {thing} or raise the limit, and run again."
+                f"{message}. Already {sink.max_bad_records} records of the source are in quarantine, as many as max-bad-records"
+                f" allows. Correct {culprit} or raise the limit, and run again."
             )
         numbers = [number for number, item in enumerate(layout.columns) if item.column.name in layout.spec.key]
         key = ", ".join(f"{layout.columns[at].column.name}={row.column(at)[0].as_py()}" for at in numbers)
-        bad = BadRecord(*place, kept_text(key), kept_text(error))
-        self._merge(self._after(index + 1), (bad,))
-        self.bad.append(bad)
+        bad_record = BadRecord(*place, kept_text(key), kept_text(error))
+        self._merge(self._positions_at(index + 1), (bad_record,))
+        self.bad.append(bad_record)
         self.refusals += 1
         if self.refusals >= MOST_REFUSALS:
             raise BadRecords(
-                f"{where}. {self.refusals} records one after the other were refused, and are in quarantine. Correct {thing},"
+                f"{message}. {self.refusals} records one after the other were refused, and are in quarantine. Correct {culprit},"
                 " run again, and replay the quarantine."
             )
 
-    def _after(self, end: int) -> dict[int, int]:
+    def _positions_at(self, end: int) -> dict[int, int]:
         """Partition → next offset when the records before index ``end`` are applied."""
         partitions = self.rows.column(PARTITION).to_numpy()
         offsets = self.rows.column(OFFSET).to_numpy()
-        upcoming: dict[int, int] = {}
-        for partition, until in self.task.merge.upcoming.items():
-            own = np.flatnonzero(partitions == partition)
-            done = own[own < end]
-            if len(done) == len(own):
+        positions: dict[int, int] = {}
+        for partition, end_offset in self.task.merge.upcoming.items():
+            indexes = np.flatnonzero(partitions == partition)
+            applied_indexes = indexes[indexes < end]
+            if len(applied_indexes) == len(indexes):
                 # Records of earlier partitions come first: this partition may have its turn still.
-                if end == len(partitions) or len(own):
-                    upcoming[partition] = until
-            elif len(done):
-                upcoming[partition] = int(offsets[done[-1]]) + 1
-        return upcoming
+                if end == len(partitions) or len(indexes):
+                    positions[partition] = end_offset
+            elif len(applied_indexes):
+                positions[partition] = int(offsets[applied_indexes[-1]]) + 1
+        return positions
 
-    def _merge(self, upcoming: Mapping[int, int], bad: tuple[BadRecord, ...]) -> None:
-        moved, merge = self._merge_to(upcoming)
-        self.target.merge(replace(merge, bad=bad))
-        self.position |= moved
+    def _merge(self, positions: Mapping[int, int], bad_records: tuple[BadRecord, ...]) -> None:
+        new_positions, merge = self._merge_to(positions)
+        self.target.merge(replace(merge, bad=bad_records))
+        self.position |= new_positions
 
-    def _merge_to(self, upcoming: Mapping[int, int]) -> tuple[dict[int, int], Merge]:
+    def _merge_to(self, positions: Mapping[int, int]) -> tuple[dict[int, int], Merge]:
         """The new positions (partition → next offset) of a batch, and the merge that commits the positions."""
-        moved = {partition: until for partition, until in upcoming.items() if self.position.get(partition) != until}
-        expected = {partition: self.position.get(partition) for partition in {*moved, *self.position}}
-        return moved, replace(self.task.merge, expected=expected, upcoming=moved)
+        moves = {partition: end for partition, end in positions.items() if self.position.get(partition) != end}
+        expected = {partition: self.position.get(partition) for partition in {*moves, *self.position}}
+        return moves, replace(self.task.merge, expected=expected, upcoming=moves)

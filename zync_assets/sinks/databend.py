@@ -219,9 +219,9 @@ class DatabendTarget(SqlTarget):
         return TargetUnavailable if is_outage else SinkError
 
     def error(self, error: exc.DBAPIError) -> SinkError:
-        made = super().error(error)
+        fault = super().error(error)
         # The dialect's class of errors says that it has no code.
-        return tls_fault(type(made)(str(made).replace("Code: None. ", "")), "tls_ca_file", "sslmode=disable")
+        return tls_fault(type(fault)(str(fault).replace("Code: None. ", "")), "tls_ca_file", "sslmode=disable")
 
     # ---- load tables
 
@@ -238,7 +238,9 @@ class DatabendTarget(SqlTarget):
             for number, batch in enumerate(gathered(rows, LOAD_BYTES)):
                 names = batch.schema.names
                 path = Path(folder) / f"{table.name}-{number}.parquet"
-                parquet.write_table(pa.Table.from_arrays([_stored(batch.column(name)) for name in names], names), path)
+                parquet.write_table(
+                    pa.Table.from_arrays([_stored_values(batch.column(name)) for name in names], names), path
+                )
                 columns = ", ".join(quote.quote_identifier(name) for name in names)
                 try:
                     driver.session.load(quote.quote_identifier(table.name), columns, path)
@@ -282,35 +284,35 @@ class DatabendTarget(SqlTarget):
 
     def _apply(self, connection: Connection, table: sa.Table, spec: TableSpec, load: LoadTable, number: int) -> None:
         rows = self.load_table(table, spec, load.name, None)
-        held = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
-        if held != load.rows:
-            raise CommitConflict(f"{load.name} has {held} rows, and {load.rows} were written; run again")
+        count = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
+        if count != load.rows:
+            raise CommitConflict(f"{load.name} has {count} rows, and {load.rows} were written; run again")
         names = [column.name for column in spec.columns]
         if spec.mode == "insert":
-            chosen = sa.select(*(_converted(rows, table, name) for name in names))
-            connection.execute(sa.insert(table).from_select(names, chosen))
+            query = sa.select(*(_converted_column(rows, table, name) for name in names))
+            connection.execute(sa.insert(table).from_select(names, query))
             return
         if load.removes:
-            gone = sa.select(*(rows.c[name] for name in spec.key)).where(rows.c[OP].in_([DELETE, REPLACE]))
-            statement, _ = self._merge_into(table, gone, spec.key)
+            deleted_keys = sa.select(*(rows.c[name] for name in spec.key)).where(rows.c[OP].in_([DELETE, REPLACE]))
+            statement, _ = self._merge_into(table, deleted_keys, spec.key)
             statement.when_matched_then_delete()
             connection.execute(statement)
-        others = [column.name for column in spec.others]
+        other_names = [column.name for column in spec.others]
         shapes: set[tuple[str | None, bool]] = {(None, False)}
         if load.partial:
             partial = sa.select(rows.c[SET], rows.c[OP]).where(rows.c[SET].is_not(None), rows.c[OP] != DELETE)
             shapes |= {(row[0], row[1] == UPDATE) for row in connection.execute(partial.distinct())}
         for shape, is_update in sorted(shapes, key=str):
             # A record that leaves columns out is written by the columns that it has. A new row gets the others' defaults.
-            marks = dict(zip(others, shape or "1" * len(others), strict=True))
-            own = [name for name, mark in marks.items() if mark != "0"]
-            new = None if is_update else [name for name in own if marks[name] == "1"]
-            chosen = sa.select(*(_converted(rows, table, name) for name in (*spec.key, *own)))
+            marks = dict(zip(other_names, shape or "1" * len(other_names), strict=True))
+            set_names = [name for name, mark in marks.items() if mark != "0"]
+            insert_names = None if is_update else [name for name in set_names if marks[name] == "1"]
+            query = sa.select(*(_converted_column(rows, table, name) for name in (*spec.key, *set_names)))
             of_shape = rows.c[SET].is_(None) if shape is None else rows.c[SET] == shape
             of_op = rows.c[OP] == UPDATE if is_update else rows.c[OP].not_in([UPDATE, DELETE])
-            chosen = chosen.where(of_op, of_shape)
-            if own or not is_update:
-                connection.execute(self._changes(table, chosen, spec.key, own, new))
+            query = query.where(of_op, of_shape)
+            if set_names or not is_update:
+                connection.execute(self._changes(table, query, spec.key, set_names, insert_names))
 
     def upserts(
         self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]
@@ -323,16 +325,16 @@ class DatabendTarget(SqlTarget):
         rows: sa.Select[Any],
         key: Sequence[str],
         others: Sequence[str],
-        new: Sequence[str] | None,
+        insert_names: Sequence[str] | None,
     ) -> sa.Executable:
-        """The statement that updates rows that exist. ``new``: the columns of rows to insert; None: it inserts none."""
+        """The statement that updates rows that exist. ``insert_names``: the columns of rows to insert; None: it inserts none."""
         statement, changes = self._merge_into(table, rows, key)
         if others:
             statement.when_matched_then_update().set = {name: changes.c[name] for name in others}
-        if new is None:
+        if insert_names is None:
             return statement
         quote = self.engine().dialect.identifier_preparer.quote_identifier
-        statement.when_not_matched_then_insert().set = {quote(name): changes.c[name] for name in (*key, *new)}
+        statement.when_not_matched_then_insert().set = {quote(name): changes.c[name] for name in (*key, *insert_names)}
         return statement
 
     def _merge_into(self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str]) -> tuple[Any, sa.Subquery]:
@@ -408,17 +410,17 @@ class DatabendTarget(SqlTarget):
 
 def _dsn(url: str) -> str:
     """The URL as the driver takes it. A server on another host is asked over TLS. The sink repeats what fails, not the driver."""
-    made = sa.make_url(url)
+    address = sa.make_url(url)
     options = {"retry_count": "1"}
-    if (made.host or "") in LOCAL_HOSTS:
+    if (address.host or "") in LOCAL_HOSTS:
         options["sslmode"] = "disable"
-    made = made.update_query_dict({name: value for name, value in options.items() if name not in made.query})
-    return made.render_as_string(hide_password=False)
+    address = address.update_query_dict({name: value for name, value in options.items() if name not in address.query})
+    return address.render_as_string(hide_password=False)
 
 
 def _code(text: str) -> int:
-    found = _CODE.search(text)
-    return int(found[1] or found[2]) if found else 0
+    match = _CODE.search(text)
+    return int(match[1] or match[2]) if match else 0
 
 
 def _bits(existing: SqlType) -> int:
@@ -429,7 +431,7 @@ def _drop(connection: Connection, name: str) -> None:
     connection.execute(sa.schema.DropTable(sa.Table(name, sa.MetaData()), if_exists=True))
 
 
-def _stored(column: pa.Array) -> pa.Array:
+def _stored_values(column: pa.Array) -> pa.Array:
     """The values of a column as Databend reads them from Parquet."""
     kinds, kind = pa.types, column.type
     if kinds.is_time(kind):
@@ -437,7 +439,7 @@ def _stored(column: pa.Array) -> pa.Array:
     return column.cast(pa.timestamp("us", kind.tz)) if kinds.is_timestamp(kind) else column
 
 
-def _converted(rows: sa.Table, table: sa.Table, name: str) -> sa.ColumnElement[Any]:
+def _converted_column(rows: sa.Table, table: sa.Table, name: str) -> sa.ColumnElement[Any]:
     """A column of a load table for a column of the table."""
     column = rows.c[name]
     return sa.func.parse_json(column).label(name) if isinstance(table.c[name].type, Variant) else column

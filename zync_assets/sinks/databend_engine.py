@@ -67,8 +67,8 @@ class ServerSession:
         if not _READS.match(sql):
             self._connection.exec(sql)
             return [], []
-        found = self._connection.query_iter(sql)
-        return [item.name for item in found.schema().fields()], list(found)
+        result = self._connection.query_iter(sql)
+        return [item.name for item in result.schema().fields()], list(result)
 
     def load(self, table: str, columns: str, path: Path) -> None:
         statement = f"INSERT INTO {table} ({columns}) VALUES"
@@ -179,7 +179,7 @@ def serve(folder: Path) -> None:
     os.chdir(folder)
     with (folder / ".zync-lock").open("w") as lock:
         until = time.monotonic() + OPEN_SECONDS
-        while not _locked(lock.fileno()):
+        while not _try_lock(lock.fileno()):
             if time.monotonic() > until:
                 _answer(answers, BUSY)
                 return
@@ -206,7 +206,7 @@ def serve(folder: Path) -> None:
                 _answer(answers, None, names, rows)
 
 
-def _locked(lock: int) -> bool:
+def _try_lock(lock: int) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -218,8 +218,8 @@ def _result(session: Any, sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
     if not _READS.match(sql):
         session.sql(sql).collect()
         return [], []
-    found = session.sql(sql).to_arrow_table()
-    return found.column_names, list(zip(*(column.to_pylist() for column in found.columns), strict=True))
+    table = session.sql(sql).to_arrow_table()
+    return table.column_names, list(zip(*(column.to_pylist() for column in table.columns), strict=True))
 
 
 def _answer(pipe: Any, error: str | None, names: Sequence[str] = (), rows: Sequence[tuple[Any, ...]] = ()) -> None:

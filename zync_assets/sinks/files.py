@@ -82,8 +82,8 @@ class FilesTarget(Target):
     def past_places(self, place: Place, spec: TableSpec, origin: str, sinks: Collection[str]) -> Sequence[Place]:
         # The state of a place does not tell the sink's name.
         with _lake_errors():
-            found = archive.list_objects(self.root, spec.name)
-        return [replace(place, sink="of an unknown name")] if found else []
+            objects = archive.list_objects(self.root, spec.name)
+        return [replace(place, sink="of an unknown name")] if objects else []
 
     @contextmanager
     def run(self, place: Place) -> Generator[str]:
@@ -127,9 +127,9 @@ class FilesTarget(Target):
 
         def write(file: BinaryIO) -> None:
             nonlocal count
-            first = next(batches)
-            with pq.ParquetWriter(file, first.schema, compression="zstd") as writer:
-                for batch in _with(first, batches):
+            first_batch = next(batches)
+            with pq.ParquetWriter(file, first_batch.schema, compression="zstd") as writer:
+                for batch in _with_first(first_batch, batches):
                     writer.write_batch(batch)
                     offsets = pc.struct_field(batch.column("kafka"), "offset")
                     bounds.extend((offsets[0].as_py(), offsets[-1].as_py()))
@@ -144,19 +144,19 @@ class FilesTarget(Target):
         place = _name(merge.place)
         with _lake_errors():
             # 1. Nobody else has written since the batch was planned. What was promised before is kept.
-            before = archive.open_state(self.root, place)
-            complete(self.root, place, before)
-            _claim(before, merge)
+            old_state = archive.open_state(self.root, place)
+            complete(self.root, place, old_state)
+            _claim(old_state, merge)
             # 2. The next offsets and the objects, as a promise, in one commit.
-            after = self._cleared(before, merge) if merge.clear else self._after(before, merge)
+            new_state = self._cleared_state(old_state, merge) if merge.clear else self._merged_state(old_state, merge)
             crash_point("sink:merging")
-            state = archive.commit_state(self.root, place, before, after)
+            state = archive.commit_state(self.root, place, old_state, new_state)
             crash_point("sink:merged")
             # 3. The objects.
             complete(self.root, place, state)
 
-    def _after(self, before: ArchiveState, merge: Merge) -> ArchiveState:
-        tails, promises = dict(before.tails), dict[str, Promise]()
+    def _merged_state(self, old_state: ArchiveState, merge: Merge) -> ArchiveState:
+        tails, promises = dict(old_state.tails), dict[str, Promise]()
         for load in merge.loads:
             chunks = self._chunks(load.name)
             if not all(archive.exist(self.root, [archive.load_path(load.name, chunk.file) for chunk in chunks])):
@@ -177,58 +177,62 @@ class FilesTarget(Target):
                 if tail is not None and tail.chunk == item.chunk:
                     longer = replace(item, first=tail.first).path
                     if tail.path in promises:
-                        old = promises.pop(tail.path)
-                        promise = Promise(longer, (*old.parts, path), old.replaces)
+                        old_promise = promises.pop(tail.path)
+                        promise = Promise(longer, (*old_promise.parts, path), old_promise.replaces)
                     elif archive_objects.may_grow(self.root, tail, path):
                         promise = Promise(longer, (tail.path, path), tail.path)
                 promises[promise.path] = promise
                 tails[chunk.partition] = promise.path
         # A state of an earlier version has no list: what is there now begins one.
-        objects = before.objects
+        objects = old_state.objects
         if objects is None:
-            there = archive.list_objects(self.root, merge.spec.name)
-            objects = (*(item.path for item in there), *before.tails.values())
-        gone = {promise.replaces for promise in promises.values()}
-        cured = set(merge.cured)
-        bad = [item for item in before.bad if (item[0], item[1]) not in cured]
-        bad += [(item.partition, item.offset, item.key, item.error) for item in merge.bad]
+            present_objects = archive.list_objects(self.root, merge.spec.name)
+            objects = (*(item.path for item in present_objects), *old_state.tails.values())
+        replaced_paths = {promise.replaces for promise in promises.values()}
+        cured_spots = set(merge.cured)
+        bad_records = [item for item in old_state.bad if (item[0], item[1]) not in cured_spots]
+        bad_records += [(item.partition, item.offset, item.key, item.error) for item in merge.bad]
         return ArchiveState(
-            before.table,
-            before.number,
-            {**before.next, **merge.upcoming},
+            old_state.table,
+            old_state.number,
+            {**old_state.next, **merge.upcoming},
             merge.origin,
             tails,
             tuple(promises.values()),
             tuple(load.name for load in merge.loads),
-            bad=tuple(bad),
-            objects=tuple(dict.fromkeys((*(path for path in objects if path not in gone), *promises))),
-            lists=before.lists,
-            begin=_version(before) if before.number is None else before.begin,
+            bad=tuple(bad_records),
+            objects=tuple(dict.fromkeys((*(path for path in objects if path not in replaced_paths), *promises))),
+            lists=old_state.lists,
+            begin=_version(old_state) if old_state.number is None else old_state.begin,
         )
 
     def _chunks(self, name: str) -> list[Chunk]:
         return [Chunk(**item) for item in json.loads(archive.read_file(self.root, archive.load_path(name, MANIFEST)))]
 
-    def _cleared(self, before: ArchiveState, merge: Merge) -> ArchiveState:
+    def _cleared_state(self, old_state: ArchiveState, merge: Merge) -> ArchiveState:
         objects = archive.list_objects(self.root, merge.spec.name)
         removals = archive.write_times(self.root, [item.path for item in objects])
-        return ArchiveState(before.table, before.number, removals=removals, begin=_version(before))
+        return ArchiveState(old_state.table, old_state.number, removals=removals, begin=_version(old_state))
 
     def object_faults(self, place: Place, name: str) -> tuple[int, list[str]]:
         """The number of the objects of a topic, and what is wrong with them: lost, or not readable. Raises SinkError."""
         with _lake_errors():
-            found = archive_objects.settled_losses(
+            losses = archive_objects.settled_losses(
                 lambda: archive.place_losses(self.root, name, archive.open_state(self.root, _name(place)))
             )
-            lost = () if found is None else found.lost
-            there = archive.list_objects(self.root, name)
+            lost_objects = () if losses is None else losses.lost
+            objects = archive.list_objects(self.root, name)
             with ThreadPoolExecutor(_READERS) as pool:
-                faults = [fault for fault in pool.map(self._object_fault, there) if fault is not None]
-        gone = archive_objects.list_text([item.path for item in lost])
-        texts = [f"the archive {self.root} lacks {count_text(len(lost), 'object')}: {gone}"] if lost else []
+                faults = [fault for fault in pool.map(self._object_fault, objects) if fault is not None]
+        paths = archive_objects.list_text([item.path for item in lost_objects])
+        texts = (
+            [f"the archive {self.root} lacks {count_text(len(lost_objects), 'object')}: {paths}"]
+            if lost_objects
+            else []
+        )
         if faults:
             texts.append(f"{count_text(len(faults), 'object')} can't be read: {faults[0].rstrip('.')}")
-        return len(there), texts
+        return len(objects), texts
 
     def _object_fault(self, item: ArchiveObject) -> str | None:
         try:
@@ -254,8 +258,8 @@ def complete(root: str, place: str, state: ArchiveState) -> None:
 
     ``place``: the name of the state. Raises LakeError if an object can't be made.
     """
-    for path, written in state.removals.items():
-        if written is None or archive.write_times(root, [path])[path] == written:
+    for path, write_time in state.removals.items():
+        if write_time is None or archive.write_times(root, [path])[path] == write_time:
             storage.remove_file(storage.join(root, path))
     for item in state.promises:
         is_there, *parts = archive.exist(root, [item.path, *item.parts])
@@ -299,9 +303,9 @@ def _parts(batch: pa.RecordBatch, interval: int) -> Iterator[tuple[tuple[int, st
             yield (int(partitions[first]), archive.time_name(micros, interval)), batch.slice(first, end - first)
 
 
-def _with(first: pa.RecordBatch, others: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    yield first
-    yield from others
+def _with_first(first_batch: pa.RecordBatch, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield first_batch
+    yield from batches
 
 
 def _claim(state: ArchiveState, merge: Merge) -> None:
@@ -342,7 +346,11 @@ def _own_text(text: str) -> str:
     """
     if not text.startswith("lake "):
         return text
-    own = f"the sink's folder {text.removeprefix('lake ')}".replace(
+    sink_text = f"the sink's folder {text.removeprefix('lake ')}".replace(
         "or correct lake: in", "or correct the sink's url in"
     )
-    return f"{own}. Correct the sink's url, or make the folder for this user." if "create the folder" in own else own
+    return (
+        f"{sink_text}. Correct the sink's url, or make the folder for this user."
+        if "create the folder" in sink_text
+        else sink_text
+    )

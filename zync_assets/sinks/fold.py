@@ -77,24 +77,24 @@ def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.Re
     # The last delete of each key; -1 for none. Places only grow, so that a place of an earlier key is below the start.
     deletes = np.maximum.accumulate(np.where(records.is_delete, places, -1))[ends] if count else ends
     was_deleted = deletes >= starts
-    since = np.where(was_deleted, deletes + 1, starts)
+    row_starts = np.where(was_deleted, deletes + 1, starts)
     # The first record that creates a missing row. Updates before this record change an existing row.
-    makes = np.where(records.is_delete | records.updates, count, places)
-    first = np.append(np.minimum.accumulate(makes[::-1])[::-1], count)[since]
-    is_upsert = first <= ends
-    since = np.where(was_deleted, first, since)
+    creation_places = np.where(records.is_delete | records.updates, count, places)
+    first_creations = np.append(np.minimum.accumulate(creation_places[::-1])[::-1], count)[row_starts]
+    is_upsert = first_creations <= ends
+    row_starts = np.where(was_deleted, first_creations, row_starts)
     arrays: list[pa.Array] = [records.rows.column(name).take(pa.array(ends)) for name in keys]
     masks: list[npt.NDArray[np.int8]] = []
     for number, name in enumerate(columns):
-        last = np.where(records.is_set[:, number] & ~records.is_delete, places, -1)
-        at = np.maximum.accumulate(last)[ends] if count else ends
-        has_value = at >= since
-        masks.append(np.where(has_value, np.where(is_upsert & (at < first), 2, 1), 0).astype(np.int8))
+        set_places = np.where(records.is_set[:, number] & ~records.is_delete, places, -1)
+        at = np.maximum.accumulate(set_places)[ends] if count else ends
+        has_value = at >= row_starts
+        masks.append(np.where(has_value, np.where(is_upsert & (at < first_creations), 2, 1), 0).astype(np.int8))
         arrays.append(records.rows.column(name).take(pa.array(at, mask=~has_value)))
     op = np.where(was_deleted, np.where(is_upsert, 1, 2), np.where(is_upsert, 0, 3))
     is_set = np.column_stack(masks) if masks else np.empty((len(ends), 0), np.int8)
     offsets = pa.array(records.offsets, pa.int64())
-    creation = offsets.take(pa.array(first, mask=~is_upsert))
+    creation = offsets.take(pa.array(first_creations, mask=~is_upsert))
     marks = [_OPS.take(pa.array(op)), set_texts(is_set, op == 3), offsets.take(pa.array(ends)), creation]
     return pa.RecordBatch.from_arrays([*arrays, *marks], names=[*keys, *columns, OP, SET, OFFSET, CREATION])
 
@@ -114,20 +114,20 @@ def set_texts(marks: npt.NDArray[np.int8], is_update: Mask) -> pa.Array:
 
 def fold_all(parts: Iterable[Records], keys: Sequence[str], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """The fold of records that come in several parts, sorted as a whole. The last key of a part waits for the next part."""
-    held: Records | None = None
+    tail: Records | None = None
     for part in parts:
-        whole = part if held is None else _joined(held, part)
-        if not len(whole):
+        records = part if tail is None else _joined_records(tail, part)
+        if not len(records):
             continue
-        last = int(np.flatnonzero(_begins(whole.rows, keys))[-1])
-        if last:
-            yield fold(whole.part(0, last), keys, columns)
-        held = whole.part(last, len(whole))
-    if held is not None and len(held):
-        yield fold(held, keys, columns)
+        last_start = int(np.flatnonzero(_begins(records.rows, keys))[-1])
+        if last_start:
+            yield fold(records.part(0, last_start), keys, columns)
+        tail = records.part(last_start, len(records))
+    if tail is not None and len(tail):
+        yield fold(tail, keys, columns)
 
 
-def _joined(first: Records, second: Records) -> Records:
+def _joined_records(first: Records, second: Records) -> Records:
     rows = pa.Table.from_batches([first.rows, second.rows]).combine_chunks().to_batches()
     return Records(
         rows[0] if rows else first.rows,
@@ -182,11 +182,11 @@ class PartialRecords:
         if not self.is_raw:
             return None
         column, ids = f"{self.root}.{name_sql(item.name)}", ", ".join(map(str, lacking(item)))
-        found = [f"kafka.{frames.SCHEMA_IDS[1]} IN ({ids})"] if ids else []
+        conditions = [f"kafka.{frames.SCHEMA_IDS[1]} IN ({ids})"] if ids else []
         if self.placeholder is not None:
             sql = is_placeholder(column, spark_type(item.type), self.placeholder)
-            found += [] if sql is None else [sql]
-        return " OR ".join(found) or None
+            conditions += [] if sql is None else [sql]
+        return " OR ".join(conditions) or None
 
     def lacks(self, sql: str) -> Iterator[str]:
         """The conditions, any of which says that a record leaves out a field that an expression names."""
@@ -196,21 +196,23 @@ class PartialRecords:
         root = self.root.lower().split(".")
         kind = self.kind
         fields = {item.name.lower(): item for item in fields_of(kind)} if pa.types.is_struct(kind) else {}
-        named: list[tuple[pa.Field, Sequence[str]]] = []
+        named_fields: list[tuple[pa.Field, Sequence[str]]] = []
         for path in sorted(set(columns(parse(sql).tree))):
             begin = [part.lower() for part in path[: len(root)]]
             if begin == root[: len(path)] and len(path) <= len(root):
                 # The whole row.
-                named += [(item, ()) for item in fields.values()]
+                named_fields += [(item, ()) for item in fields.values()]
             elif begin == root and path[len(root)].lower() in fields:
-                named.append((fields[path[len(root)].lower()], path[len(root) + 1 :]))
-        names = {original_name(item.name) for item, _ in named}
-        if prints := [print_ for print_, own in self.schemas.items() if own is not None and names - own]:
+                named_fields.append((fields[path[len(root)].lower()], path[len(root) + 1 :]))
+        names = {original_name(item.name) for item, _ in named_fields}
+        if prints := [
+            print_ for print_, field_names in self.schemas.items() if field_names is not None and names - field_names
+        ]:
             yield f"schema IN ({', '.join(map(text_sql, sorted(prints)))})"
-        if self.schemas and named:
-            left = [("value", item.name, *inner[:at]) for item, inner in named for at in range(len(inner) + 1)]
-            texts = ", ".join(text_sql(path_sql(path)) for path in left)
+        if self.schemas and named_fields:
+            paths = [("value", item.name, *inner[:at]) for item, inner in named_fields for at in range(len(inner) + 1)]
+            texts = ", ".join(text_sql(path_sql(path)) for path in paths)
             yield f"coalesce(arrays_overlap(left_out, array({texts})), false)"
-        for item, _ in named:
+        for item, _ in named_fields:
             if (condition := self.unset(item)) is not None:
                 yield f"coalesce({condition}, false)"

@@ -124,13 +124,13 @@ class MysqlTarget(SqlTarget):
         url = sa.make_url(self.url).set(drivername="mysql+pymysql")
         timeouts = {"connect_timeout": CONNECT_SECONDS, "read_timeout": CONNECT_SECONDS}
         options: dict[str, Any] = {**timeouts, "charset": "utf8mb4"}
-        own = {name: value for name, value in options.items() if name not in url.query}
+        arguments = {name: value for name, value in options.items() if name not in url.query}
         tls = {name: str(value) for name, value in url.query.items() if name.startswith("ssl")}
         if tls or (url.host or "") not in LOCAL_HOSTS:
-            own |= tls_options(tls)
-        engine = sa.create_engine(url.difference_update_query(tls), poolclass=sa.pool.NullPool, connect_args=own)
+            arguments |= tls_options(tls)
+        engine = sa.create_engine(url.difference_update_query(tls), poolclass=sa.pool.NullPool, connect_args=arguments)
         event.listen(engine, "connect", _begin_session)
-        if "read_timeout" in own:
+        if "read_timeout" in arguments:
             event.listen(engine, "connect", _end_timeout)
         return engine
 
@@ -145,10 +145,10 @@ class MysqlTarget(SqlTarget):
         return f"{arguments[1]} (error {arguments[0]})" if len(arguments) == 2 else super().error_text(error)
 
     def error(self, error: exc.DBAPIError) -> SinkError:
-        made, code, cure = tls_fault(super().error(error), "ssl_ca", "ssl_disabled=true"), _code(error), None
+        fault, code, cure = tls_fault(super().error(error), "ssl_ca", "ssl_disabled=true"), _code(error), None
         if code in _DENIED:
-            found = re.search("'[^']*'@'[^']*'", str(made))
-            user = found[0] if found else "the user"
+            match = re.search("'[^']*'@'[^']*'", str(fault))
+            user = match[0] if match else "the user"
             # The host of an account may be a pattern, which the message does not have.
             with suppress(exc.SQLAlchemyError), self.engine().connect() as connection:
                 name, _, host = connection.execute(sa.select(sa.func.current_user())).scalar_one().rpartition("@")
@@ -158,7 +158,7 @@ class MysqlTarget(SqlTarget):
             cure = f"Run:\nGRANT {_RIGHTS} ON {database}.* TO {user};"
         elif code in _LOGIN:
             cure = "Correct the url." if code == _WRONG_PASSWORD else "Correct the url, or create the database."
-        return made if cure is None else type(made)(f"{str(made).rstrip('.')}. {cure}")
+        return fault if cure is None else type(fault)(f"{str(fault).rstrip('.')}. {cure}")
 
     @contextmanager
     def run(self, place: Place) -> Generator[str]:
@@ -166,8 +166,8 @@ class MysqlTarget(SqlTarget):
         with self.errors(), self.engine().connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.execute(sa.select(sa.func.get_lock(_lock(number), CONNECT_SECONDS)))
             for name in load_names(sa.inspect(connection).get_table_names(), place):
-                other = name.removeprefix(place.load_prefix).partition("_")[0]
-                if connection.execute(sa.select(sa.func.is_used_lock(_lock(other)))).scalar() is None:
+                owner = name.removeprefix(place.load_prefix).partition("_")[0]
+                if connection.execute(sa.select(sa.func.is_used_lock(_lock(owner)))).scalar() is None:
                     sa.Table(name, sa.MetaData()).drop(connection, checkfirst=True)
             yield f"{place.load_prefix}{number}_"
 
@@ -178,8 +178,8 @@ class MysqlTarget(SqlTarget):
                 yield connection
             return
         # Positions that are not there are locked too: no first batch can begin, or be committed, while the table is emptied.
-        connecting = self.engine().connect().execution_options(isolation_level="REPEATABLE READ")
-        with self.errors(), connecting as connection, connection.begin():
+        new_connection = self.engine().connect().execution_options(isolation_level="REPEATABLE READ")
+        with self.errors(), new_connection as connection, connection.begin():
             yield connection
 
     def create_book(self, connection: Connection) -> None:
@@ -193,10 +193,10 @@ class MysqlTarget(SqlTarget):
 
     def load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
         """With the table's character set, and not with the database's."""
-        made = super().load_table(table, spec, name, schema)
-        own = {key: value for key, value in table.kwargs.items() if key.endswith(("charset", "collate"))}
-        made.kwargs.update({**own, "mysql_engine": "InnoDB"})
-        return made
+        load = super().load_table(table, spec, name, schema)
+        charset_options = {key: value for key, value in table.kwargs.items() if key.endswith(("charset", "collate"))}
+        load.kwargs.update({**charset_options, "mysql_engine": "InnoDB"})
+        return load
 
     def _with_options(self, table: sa.Table) -> sa.Table:
         """The table as InnoDB's, which compares texts byte by byte, spaces at their ends too."""
@@ -277,11 +277,11 @@ class MysqlTarget(SqlTarget):
         if not isinstance(existing, mysql.DECIMAL) and not bits:
             return None
         if kinds.is_decimal(kind) or kinds.is_integer(kind):
-            whole, scale = _digits(kind)
+            whole_digits, scale = _digits(kind)
             old_scale = 0 if bits else existing.scale or 0  # pyright: ignore[reportAttributeAccessIssue]
             old_whole = DIGITS.get(bits, 10) if bits else (existing.precision or 10) - old_scale  # pyright: ignore
-            scale, whole = max(scale, old_scale), max(whole, old_whole)
-            return mysql.DECIMAL(whole + scale, scale) if scale <= 30 and whole + scale <= 65 else None
+            scale, whole_digits = max(scale, old_scale), max(whole_digits, old_whole)
+            return mysql.DECIMAL(whole_digits + scale, scale) if scale <= 30 and whole_digits + scale <= 65 else None
         return None
 
     def widening(self, table: sa.Table, name: str, larger: SqlType) -> Any:
@@ -302,7 +302,7 @@ class MysqlTarget(SqlTarget):
     def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
         quote = connection.dialect.identifier_preparer
         for batch in rows:
-            columns = [_stored(batch.column(name), name, self.days) for name in batch.schema.names]
+            columns = [_stored_values(batch.column(name), name, self.days) for name in batch.schema.names]
             names = ", ".join(quote.quote(name) for name in batch.schema.names)
             marks = ", ".join(["%s"] * len(columns))
             # PyMySQL joins the rows of such a statement into statements of many rows. The names have their percent signs twice.
@@ -314,22 +314,26 @@ class MysqlTarget(SqlTarget):
         self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]
     ) -> Sequence[sa.Executable]:
         """Not ON DUPLICATE KEY UPDATE: it would update the row of another key that has the values of another unique index."""
-        new = rows.subquery()
-        same = sa.and_(*(table.c[name] == new.c[name] for name in key))
-        absent = ~sa.exists(sa.select(sa.literal(1)).select_from(table).where(same).correlate(new))
-        inserted = insert(table).from_select([*key, *others], sa.select(new).where(absent))
+        new_rows = rows.subquery()
+        is_same_key = sa.and_(*(table.c[name] == new_rows.c[name] for name in key))
+        is_absent = ~sa.exists(sa.select(sa.literal(1)).select_from(table).where(is_same_key).correlate(new_rows))
+        insertion = insert(table).from_select([*key, *others], sa.select(new_rows).where(is_absent))
         return [
-            *([sa.update(table).where(same).values({name: new.c[name] for name in others})] if others else []),
-            inserted,
+            *(
+                [sa.update(table).where(is_same_key).values({name: new_rows.c[name] for name in others})]
+                if others
+                else []
+            ),
+            insertion,
         ]
 
     def removal(self, table: sa.Table, rows: sa.Table, key: Sequence[str]) -> sa.Executable:
         """A join of the load table and the table. With IN, MariaDB 10 would read the whole table for each key."""
-        same = [table.c[name] == rows.c[name] for name in key]
-        return sa.delete(table).where(*same, rows.c[OP].in_([DELETE, REPLACE]))
+        conditions = [table.c[name] == rows.c[name] for name in key]
+        return sa.delete(table).where(*conditions, rows.c[OP].in_([DELETE, REPLACE]))
 
-    def _reflected(self, connection: Connection, spec: TableSpec) -> sa.Table:
-        table = super()._reflected(connection, spec)
+    def _reflect_table(self, connection: Connection, spec: TableSpec) -> sa.Table:
+        table = super()._reflect_table(connection, spec)
         for column in table.c:
             if isinstance(column.type, (mysql.DOUBLE, mysql.FLOAT)):
                 # SQLAlchemy would make decimals of ten digits of its values.
@@ -406,7 +410,7 @@ def _digits(kind: pa.DataType) -> tuple[int, int]:
     return (kind.precision - kind.scale, kind.scale) if pa.types.is_decimal(kind) else (DIGITS[kind.bit_width], 0)
 
 
-def _stored(column: pa.Array, name: str, days: tuple[date, date]) -> Sequence[Any]:
+def _stored_values(column: pa.Array, name: str, days: tuple[date, date]) -> Sequence[Any]:
     """The values of a column as PyMySQL takes them. TargetRefused for a value that MySQL does not have."""
     kinds, kind = pa.types, column.type
     if kinds.is_timestamp(kind):

@@ -135,9 +135,9 @@ class SinkBatch:
         """The table's columns."""
         return layout(self.plan, self.session)
 
-    def dataframe(self, whole: Layout) -> DataFrame:
+    def dataframe(self, table_layout: Layout) -> DataFrame:
         """The records as ``Layout.records`` takes them."""
-        return source_frame(self.spark, self.plan, whole, self.plan.ranges)
+        return source_frame(self.spark, self.plan, table_layout, self.plan.ranges)
 
 
 class UnsentValue(SinkError):
@@ -158,40 +158,40 @@ class PlainSource:
     keeps_deletes: bool
     placeholder: tuple[str, ...] = ()
 
-    def batches(self, whole: Layout) -> Iterator[pa.RecordBatch]:
+    def batches(self, table_layout: Layout) -> Iterator[pa.RecordBatch]:
         """The records with the columns of a source's frame that ``Layout.appended`` needs. Raises UnsentValue."""
-        paths = [self._place(item) for item in whole.columns]
+        paths = [self._place(item) for item in table_layout.columns]
         places = [("kafka", "partition"), ("kafka", "offset")]
         value = self.sides.get("value", "")
         # Without a field of the value, the whole value tells whether it is null.
         sides = [(value,)] if self.has_deletes and value and all(path[0] != value for path in paths) else []
         names = [*(f"c{number}" for number in range(len(paths))), PARTITION, OFFSET, IS_DELETE]
-        own = [pa.int64() if item.units else item.column.type for item in whole.columns]
-        kinds = [*own, pa.int32(), pa.int64()]
+        column_types = [pa.int64() if item.units else item.column.type for item in table_layout.columns]
+        kinds = [*column_types, pa.int32(), pa.int64()]
         for batch in rows_within(self.uri, self.files, self.ranges, [*places, *paths, *sides]):
             arrays = [field_of(batch, path, kind) for path, kind in zip([*paths, *places], kinds, strict=True)]
-            for item, values in zip(whole.columns, arrays, strict=False):
+            for item, values in zip(table_layout.columns, arrays, strict=False):
                 if item.unset is not None and pc.any(pc.is_in(values, pa.array(self.placeholder))).as_py():
                     raise UnsentValue(f"column {item.column.name} has a value that was not sent")
             is_delete = pa.array(np.full(batch.num_rows, self.has_deletes))
             if self.has_deletes and value in batch.schema.names:
                 is_delete = batch.column(value).is_null()
-            made = pa.RecordBatch.from_arrays([*arrays, is_delete], names=names)
-            yield made if self.keeps_deletes else made.filter(pc.invert(is_delete))
+            records = pa.RecordBatch.from_arrays([*arrays, is_delete], names=names)
+            yield records if self.keeps_deletes else records.filter(pc.invert(is_delete))
 
     def _place(self, item: SourceColumn) -> tuple[str, ...]:
         assert item.path is not None
-        side, *rest = item.path
-        return (self.sides.get(side, side), *rest)
+        side, *names = item.path
+        return (self.sides.get(side, side), *names)
 
 
 def field_of(batch: pa.RecordBatch, path: Sequence[str], kind: pa.DataType) -> pa.Array:
     """A field of a batch's records with a type that holds its values; nulls, if the batch lacks the field."""
-    first, *rest = path
-    if first not in batch.schema.names:
+    column_name, *field_names = path
+    if column_name not in batch.schema.names:
         return pa.nulls(batch.num_rows, kind)
-    values = batch.column(first)
-    for name in rest:
+    values = batch.column(column_name)
+    for name in field_names:
         at = values.type.get_field_index(name)
         if at < 0:
             return pa.nulls(batch.num_rows, kind)
@@ -200,7 +200,7 @@ def field_of(batch: pa.RecordBatch, path: Sequence[str], kind: pa.DataType) -> p
     return values if values.type == kind else values.cast(kind, safe=not pa.types.is_floating(kind))
 
 
-def plain_source(plan: SinkPlan, whole: Layout) -> PlainSource | None:
+def plain_source(plan: SinkPlan, table_layout: Layout) -> PlainSource | None:
     """The source of a batch that a task reads without Spark SQL; None if SQL makes a column, or chooses records.
 
     Of a value that was not sent, a task knows the form as a text only.
@@ -214,19 +214,19 @@ def plain_source(plan: SinkPlan, whole: Layout) -> PlainSource | None:
             item.path is not None
             and not item.column.as_json
             and (item.unset is None or pa.types.is_string(item.column.type))
-            for item in whole.columns
+            for item in table_layout.columns
         )
     )
     has_deletes = sink.mode == "upsert"
-    if state is None or not is_plain or (has_deletes and (staged or whole.delete_sql != NO_VALUE)):
+    if state is None or not is_plain or (has_deletes and (staged or table_layout.delete_sql != NO_VALUE)):
         return None
     sides = side_names(plan)
-    present = {side: name for side, name in sides.items() if name in state.schema.names}
+    present_sides = {side: name for side, name in sides.items() if name in state.schema.names}
     return PlainSource(
         state.table.uri,
         tuple(plan.files),
         plan.ranges,
-        present,
+        present_sides,
         has_deletes,
         keeps_deletes=sink.delete or not has_deletes,
         placeholder=placeholder_texts(plan.pipeline.unavailable_value or ""),
@@ -273,8 +273,9 @@ def plan_sink(
     progress = open_target(sink).progress(place_of(pipeline, sink, table))
     if table.staged:
         state = snapshot.staging(table.pool)
-        known = {p: item for (topic, p), item in (state.head.outputs if state else {}).items() if topic == table.topic}
-        starts, ends = {p: item.base for p, item in known.items()}, {p: item.next for p, item in known.items()}
+        heads = state.head.outputs if state else {}
+        outputs = {p: item for (topic, p), item in heads.items() if topic == table.topic}
+        starts, ends = {p: item.base for p, item in outputs.items()}, {p: item.next for p, item in outputs.items()}
     else:
         state = snapshot.raw(table.topic)
         # A target that keeps whole records also keeps the ids of their schemas. The ids also say which fields a record lacks.
@@ -303,18 +304,18 @@ def _check_origin(plan: SinkPlan) -> None:
     progress, table = plan.progress, plan.table
     if progress.origin is not None and (
         progress.origin != plan.origin
-        or any(upcoming > plan.ends.get(partition, 0) for partition, upcoming in progress.next.items())
+        or any(next_offset > plan.ends.get(partition, 0) for partition, next_offset in progress.next.items())
     ):
         raise SinkError(
             f"sink {plan.sink.name}, table {table.name}: its position is that of another table of the lake, or of a later"
             f" state of {table.source}. Mount the lake that it was written from; or load the table again:"
             f" {reset_command(plan)}"
         )
-    for partition, upcoming in progress.next.items():
-        kept = plan.starts.get(partition, 0)
-        if not table.staged and upcoming < kept:
+    for partition, next_offset in progress.next.items():
+        start = plan.starts.get(partition, 0)
+        if not table.staged and next_offset < start:
             raise DataLoss(
-                f"sink {plan.sink.name}, table {table.name}: retention removed the records {upcoming} to {kept - 1} of"
+                f"sink {plan.sink.name}, table {table.name}: retention removed the records {next_offset} to {start - 1} of"
                 f" {table.source}, partition {partition}, before they were written. Load what is left again:"
                 f" {reset_command(plan)}"
             )
@@ -348,12 +349,12 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
     types: dict[str, pa.DataType] = {}
     if sink.added:
         with spark_failures(lambda text: SinkError(f"sink {sink.name}, before: set: {text}")):
-            added = [f"{sql} AS {name_sql(name)}" for name, sql in sink.added.items()]
-            frame = _records(session(), plan, plan.ranges).selectExpr(*added)
+            expressions = [f"{sql} AS {name_sql(name)}" for name, sql in sink.added.items()]
+            frame = _records(session(), plan, plan.ranges).selectExpr(*expressions)
             kinds = {item.name: item.dataType for item in frame.schema}
         types = {name: _held_type(plan, name, kind) for name, kind in kinds.items()}
     target = plan.target()
-    whole = make_layout(
+    table_layout = make_layout(
         sink,
         table,
         target,
@@ -363,17 +364,17 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
         plan.pipeline.unavailable_value,
         types,
     )
-    _check_names(plan, target, whole)
-    return whole
+    _check_names(plan, target, table_layout)
+    return table_layout
 
 
 def _whole_layout(sink: Sink, table: SinkTable, columns: Mapping[str, pa.DataType], comment: str) -> Layout:
     """The layout of records that are written as the source has them. ``columns``: of the source's frame."""
-    made = [
+    source_columns = [
         SourceColumn(Column(name, kind, name), name) for name, kind in columns.items() if not pa.types.is_null(kind)
     ]
-    spec = TableSpec(table.name, tuple(item.column for item in made), (), "insert", comment)
-    return Layout(spec, tuple(made), "false", (sink.where,) if sink.where is not None else ())
+    spec = TableSpec(table.name, tuple(item.column for item in source_columns), (), "insert", comment)
+    return Layout(spec, tuple(source_columns), "false", (sink.where,) if sink.where is not None else ())
 
 
 def _held_type(plan: SinkPlan, name: str, kind: DataType) -> pa.DataType:
@@ -387,26 +388,27 @@ def _held_type(plan: SinkPlan, name: str, kind: DataType) -> pa.DataType:
         ) from None
 
 
-def _check_names(plan: SinkPlan, target: Target, whole: Layout) -> None:
+def _check_names(plan: SinkPlan, target: Target, table_layout: Layout) -> None:
     """SinkError for a name that the target does not take. PostgreSQL would cut a long one, and not find the column again."""
-    own = {item.column.name for item in whole.columns}
-    names = [(part, "table", "table:") for part in named(whole.spec) if part is not None]
+    source_names = {item.column.name for item in table_layout.columns}
+    names = [(part, "table", "table:") for part in named(table_layout.spec) if part is not None]
+    function = f"before: function {table_layout.function}"
     names += [
-        (item.name, "column", "columns: {rename: ...}" if item.name in own else f"before: function {whole.function}")
-        for item in whole.spec.columns
+        (item.name, "column", "columns: {rename: ...}" if item.name in source_names else function)
+        for item in table_layout.spec.columns
     ]
-    for name, what, key in names:
-        where = f"sink {plan.sink.name}, {plan.table.source}: the name {name} of the {what}"
+    for name, object_kind, key in names:
+        subject = f"sink {plan.sink.name}, {plan.table.source}: the name {name} of the {object_kind}"
         if target.odd_names is not None and (odd := target.odd_names.search(name)):
             raise SinkError(
-                f"{where} has the character {odd[0]}, which the target does not take. Give a name with {key}."
+                f"{subject} has the character {odd[0]}, which the target does not take. Give a name with {key}."
             )
         if target.name_limit is None:
             continue
-        most, unit = target.name_limit
-        if (length := len(name.encode() if unit == "bytes" else name)) > most:
+        limit, unit = target.name_limit
+        if (length := len(name.encode() if unit == "bytes" else name)) > limit:
             raise SinkError(
-                f"{where} has {length} {unit}, and the target takes {most} at the most. Give a shorter name with {key}."
+                f"{subject} has {length} {unit}, and the target takes {limit} at the most. Give a shorter name with {key}."
             )
 
 
@@ -417,7 +419,7 @@ def _staged_columns(schema: pa.Schema, *, staged: bool) -> dict[str, pa.DataType
 
 
 def source_frame(
-    spark: SparkSession, plan: SinkPlan, whole: Layout, ranges: tuple[OffsetRange, ...], *, guarded: bool = False
+    spark: SparkSession, plan: SinkPlan, table_layout: Layout, ranges: tuple[OffsetRange, ...], *, guarded: bool = False
 ) -> DataFrame:
     """The records of some ranges, as ``Layout.records`` takes them. ``guarded``: a record on which an expression of ``before:``
     fails has the expression in FAILED, and stops nothing. The session needs ``search_settings`` for it."""
@@ -428,16 +430,17 @@ def source_frame(
     with spark_failures(lambda text: SinkError(f"sink {sink.name}, {plan.table.source}: {text}")):
         frame = _records(spark, plan, ranges)
         if guarded:
-            skipped = {item.sql: item.unset for item in whole.columns} | {sink.where or "": whole.update_sql}
+            skips = {item.sql: item.unset for item in table_layout.columns}
+            skips[sink.where or ""] = table_layout.update_sql
             cases = " ".join(
-                f"WHEN NOT coalesce({skipped.get(sql) or 'false'}, false) AND {fails(f'({sql})')} THEN {text_sql(name)}"
+                f"WHEN NOT coalesce({skips.get(sql) or 'false'}, false) AND {fails(f'({sql})')} THEN {text_sql(name)}"
                 for name, sql in expressions.items()
             )
             frame = frame.selectExpr("*", f"CASE {cases} END AS {FAILED}")
-        for condition in whole.where:
+        for condition in table_layout.where:
             frame = frame.where(f"CASE WHEN {FAILED} IS NULL THEN {condition} ELSE true END" if guarded else condition)
-        own = frozenset(sink.added.values()) if guarded else None
-        return frame.selectExpr(*whole.select(staged=plan.table.staged, guarded=own))
+        guarded_sql = frozenset(sink.added.values()) if guarded else None
+        return frame.selectExpr(*table_layout.select(staged=plan.table.staged, guarded=guarded_sql))
 
 
 def _records(spark: SparkSession, plan: SinkPlan, ranges: tuple[OffsetRange, ...]) -> DataFrame:

@@ -147,11 +147,11 @@ class PostgresTarget(SqlTarget):
         return _COPY_PLACE.sub("", super().error_text(error))
 
     def error(self, error: exc.DBAPIError) -> SinkError:
-        made, cure = super().error(error), _login_cure(error, self.engine().url)
+        fault, cure = super().error(error), _login_cure(error, self.engine().url)
         if getattr(error.orig, "sqlstate", None) in _DENIED:
             with suppress(exc.SQLAlchemyError), self.engine().connect() as connection:
                 cure = missing_rights(connection, self._table)
-        return made if cure is None else type(made)(f"{str(made).rstrip('.')}. {cure}")
+        return fault if cure is None else type(fault)(f"{str(fault).rstrip('.')}. {cure}")
 
     @contextmanager
     def run(self, place: Place) -> Generator[str]:
@@ -159,13 +159,13 @@ class PostgresTarget(SqlTarget):
         with self.errors(), self.engine().connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.execute(sa.select(sa.func.pg_advisory_lock(_LOCK_SPACE, number)))
             for name in load_names(sa.inspect(connection).get_table_names(), place):
-                other = name.removeprefix(place.load_prefix).partition("_")[0]
-                locked = connection.execute(
-                    sa.select(sa.func.pg_try_advisory_lock(_LOCK_SPACE, int(other, 16)))
+                owner = name.removeprefix(place.load_prefix).partition("_")[0]
+                is_locked = connection.execute(
+                    sa.select(sa.func.pg_try_advisory_lock(_LOCK_SPACE, int(owner, 16)))
                 ).scalar()
-                if locked:
+                if is_locked:
                     sa.Table(name, sa.MetaData()).drop(connection, checkfirst=True)
-                    connection.execute(sa.select(sa.func.pg_advisory_unlock(_LOCK_SPACE, int(other, 16))))
+                    connection.execute(sa.select(sa.func.pg_advisory_unlock(_LOCK_SPACE, int(owner, 16))))
             yield f"{place.load_prefix}{number:x}_"
 
     def column_type(self, column: Column, *, in_key: bool) -> SqlType:
@@ -189,9 +189,9 @@ class PostgresTarget(SqlTarget):
     def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
         if spec.mode == "insert":
             return None
-        own = {"name": _identifier(table.schema, table.name).as_string(None)}
-        unfit = connection.execute(_DEFERRABLE, own).scalars().all()
-        loose = connection.execute(_LOOSE, {**own, "key": list(spec.key)}).scalars().all()
+        parameters = {"name": _identifier(table.schema, table.name).as_string(None)}
+        unfit = connection.execute(_DEFERRABLE, parameters).scalars().all()
+        loose = connection.execute(_LOOSE, {**parameters, "key": list(spec.key)}).scalars().all()
         ddl = [ColumnType(table.name, name, sa.Text(collation="C"), schema=table.schema) for name in loose]
         return missing_key(connection, table, spec.key, unfit) or loose_key(connection, loose, ddl)
 
@@ -205,17 +205,17 @@ class PostgresTarget(SqlTarget):
         with catch_warnings():
             # A column that no record names may have a type of an extension.
             simplefilter("ignore", exc.SAWarning)
-            found = sa.inspect(connection).get_columns(name, schema)
+            infos = sa.inspect(connection).get_columns(name, schema)
         columns = [
-            sa.Column(item["name"], item["type"], *_generation(item), nullable=item["nullable"]) for item in found
+            sa.Column(item["name"], item["type"], *_generation(item), nullable=item["nullable"]) for item in infos
         ]
         return sa.Table(name, sa.MetaData(), *columns, schema=schema)
 
     def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
-        first = next(rows, None)
-        if first is None:
+        first_batch = next(rows, None)
+        if first_batch is None:
             return
-        names = first.schema.names
+        names = first_batch.schema.names
         driver: Any = connection.connection.driver_connection
         json_names = {name for name in names if isinstance(table.c[name].type, sa.JSON)}
         # A line that is nothing but backslash and point would end the COPY.
@@ -228,7 +228,7 @@ class PostgresTarget(SqlTarget):
         try:
             # One COPY for all rows: the server reads a batch while the next one is made.
             with _dbapi_errors(connection), driver.cursor() as cursor, cursor.copy(statement) as copy:
-                for batch in chain((first,), rows):
+                for batch in chain((first_batch,), rows):
                     texts = [_text(batch.column(name), as_json=name in json_names) for name in names]
                     buffer = BytesIO()
                     csv.write_csv(pa.RecordBatch.from_arrays(texts, names=names), buffer, options)
@@ -279,7 +279,7 @@ class PostgresTarget(SqlTarget):
             names = [column.name for column in merge.spec.columns]
             self.write(
                 connection,
-                self._reflected(connection, merge.spec),
+                self._reflect_table(connection, merge.spec),
                 (batch.select(names) for batch in counted(rows, counts)),
             )
             crash_point("sink:loaded")
@@ -358,8 +358,8 @@ def missing_rights(connection: Connection, table: str | None) -> str:
     ``table``: the target table as the pipeline file names it, None if no table was in use.
     """
     quote = connection.dialect.identifier_preparer.quote
-    role, own = connection.execute(sa.select(sa.func.current_user(), sa.func.current_schema())).one()
-    own_schema = own or "public"  # a schema that the role may not use is not current
+    role, current_schema = connection.execute(sa.select(sa.func.current_user(), sa.func.current_schema())).one()
+    own_schema = current_schema or "public"  # a schema that the role may not use is not current
     schema, _, name = (table or "").rpartition(".")
     needs = [("SCHEMA", quote(own_schema), ["USAGE", "CREATE"], sa.func.has_schema_privilege, own_schema)]
     classes = sa.table("pg_class", *map(sa.column, ("oid", "relname", "relnamespace")))
@@ -368,15 +368,15 @@ def missing_rights(connection: Connection, table: str | None) -> str:
     places = [*own_places, *([(schema or own_schema, name)] if name else [])]
     is_there = False
     for place in places:
-        found = connection.execute(
+        table_id = connection.execute(
             sa.select(classes.c.oid)
             .join_from(classes, spaces, classes.c.relnamespace == spaces.c.oid)
             .where(spaces.c.nspname == place[0], classes.c.relname == place[1])
         ).scalar()
-        is_there = found is not None
+        is_there = table_id is not None
         if is_there:
             text = ".".join(map(quote, place))
-            needs.append(("TABLE", text, list(_TABLE_RIGHTS), sa.func.has_table_privilege, found))
+            needs.append(("TABLE", text, list(_TABLE_RIGHTS), sa.func.has_table_privilege, table_id))
     lines: list[str] = []
     if schema:
         if connection.execute(sa.select(spaces.c.oid).where(spaces.c.nspname == schema)).first() is None:
@@ -385,8 +385,8 @@ def missing_rights(connection: Connection, table: str | None) -> str:
             # The sink makes a table that is missing.
             rights = ["USAGE"] if is_there else ["USAGE", "CREATE"]
             needs.insert(1, ("SCHEMA", quote(schema), rights, sa.func.has_schema_privilege, schema))
-    for kind, text, rights, has_right, thing in needs:
-        lacks = [right for right in rights if not connection.execute(sa.select(has_right(thing, right))).scalar()]
+    for kind, text, rights, has_right, subject in needs:
+        lacks = [right for right in rights if not connection.execute(sa.select(has_right(subject, right))).scalar()]
         if lacks:
             lines.append(f"GRANT {', '.join(lacks)} ON {kind} {text} TO {quote(role)};")
     if not lines:
@@ -422,15 +422,15 @@ def _text(column: pa.Array, *, as_json: bool = False) -> pa.Array:
     if kinds.is_string(kind) or kinds.is_large_string(kind):
         return column
     if kinds.is_binary(kind) or kinds.is_large_binary(kind):
-        return _mapped(column, lambda value: "\\x" + value.hex())
+        return _mapped_texts(column, lambda value: "\\x" + value.hex())
     if kinds.is_list(kind) or kinds.is_large_list(kind):
-        return _mapped(column, json.dumps) if as_json else _arrays(column)
+        return _mapped_texts(column, json.dumps) if as_json else _arrays(column)
     if kinds.is_timestamp(kind) and kind.tz is not None:
         return pc.binary_join_element_wise(column.cast(pa.timestamp("us")).cast(pa.string()), "+00", "")
     return column.cast(pa.string())
 
 
-def _mapped(column: pa.Array, change: Callable[[Any], str]) -> pa.Array:
+def _mapped_texts(column: pa.Array, change: Callable[[Any], str]) -> pa.Array:
     return pa.array([None if value is None else change(value) for value in column.to_pylist()], pa.string())
 
 

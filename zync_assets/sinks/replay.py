@@ -46,32 +46,34 @@ class RefusedRecord:
 def refused_records(pipeline: Pipeline, selection: Selection) -> Iterator[RefusedRecord]:
     """The records that targets refused. Raises TargetUnavailable."""
     for plan in _plans(pipeline, selection):
-        for bad in _chosen(plan, selection):
-            yield RefusedRecord(plan.sink, plan.table, bad)
+        for record in _chosen_records(plan, selection):
+            yield RefusedRecord(plan.sink, plan.table, record)
 
 
 def replay_refused(pipeline: Pipeline, session: Session, selection: Selection) -> tuple[int, dict[str, str]]:
     """Write refused records again: the number that was written, and record → why it stays."""
-    count, left, session = 0, dict[str, str](), lazy_session(session)
+    count, reason_by_record, session = 0, dict[str, str](), lazy_session(session)
     for plan in _plans(pipeline, selection):
-        if bad := _chosen(plan, selection):
+        if records := _chosen_records(plan, selection):
             with search_settings(session()):
-                reasons = _replay(plan, session, bad)
-            count += len(bad) - len(reasons)
-            by_spot = {(item.partition, item.offset): item for item in bad}
-            left |= {str(RefusedRecord(plan.sink, plan.table, by_spot[at])): text for at, text in reasons.items()}
-    return count, left
+                reasons = _replay(plan, session, records)
+            count += len(records) - len(reasons)
+            by_spot = {(item.partition, item.offset): item for item in records}
+            reason_by_record |= {
+                str(RefusedRecord(plan.sink, plan.table, by_spot[at])): text for at, text in reasons.items()
+            }
+    return count, reason_by_record
 
 
 def drop_refused(pipeline: Pipeline, selection: Selection) -> int:
     """Give up refused records; returns their number. Needs no JVM."""
     count = 0
     for plan in _plans(pipeline, selection):
-        if bad := _chosen(plan, selection):
-            spots = tuple((item.partition, item.offset) for item in bad)
+        if records := _chosen_records(plan, selection):
+            spots = tuple((item.partition, item.offset) for item in records)
             # No load table is merged, so that the columns do not matter.
             plan.target().merge(_merge(plan, TableSpec(plan.table.name, (), (), plan.sink.mode), spots))
-            count += len(bad)
+            count += len(records)
     return count
 
 
@@ -84,9 +86,11 @@ def _plans(pipeline: Pipeline, selection: Selection) -> Iterator[SinkPlan]:
                 yield plan_sink(pipeline, sink, table)
 
 
-def _chosen(plan: SinkPlan, selection: Selection) -> list[BadRecord]:
-    chosen = [bad for bad in plan.progress.bad if selection.takes(plan.table.topic, bad.partition, bad.offset)]
-    return sorted(chosen, key=lambda bad: (bad.partition, bad.offset))
+def _chosen_records(plan: SinkPlan, selection: Selection) -> list[BadRecord]:
+    records = [
+        record for record in plan.progress.bad if selection.takes(plan.table.topic, record.partition, record.offset)
+    ]
+    return sorted(records, key=lambda record: (record.partition, record.offset))
 
 
 def _merge(plan: SinkPlan, spec: TableSpec, cured: tuple[Spot, ...]) -> Merge:
@@ -94,43 +98,59 @@ def _merge(plan: SinkPlan, spec: TableSpec, cured: tuple[Spot, ...]) -> Merge:
     return Merge(plan.place, spec, plan.origin, dict(plan.progress.next), {}, cured=cured)
 
 
-def _replay(plan: SinkPlan, session: Session, bad: Sequence[BadRecord]) -> dict[Spot, str]:
+def _replay(plan: SinkPlan, session: Session, records: Sequence[BadRecord]) -> dict[Spot, str]:
     """Write refused records of one table again: place → why the record stays."""
-    made = layout(plan, session)
-    spots = [(item.partition, item.offset) for item in bad]
+    table_layout = layout(plan, session)
+    spots = [(item.partition, item.offset) for item in records]
     ranges = tuple(OffsetRange(partition, offset, offset + 1) for partition, offset in spots)
-    frame = source_frame(session(), plan, made, ranges, guarded=True)
-    overtaken = _overtaken(plan, session, made, bad) if plan.sink.mode == "upsert" else set[Spot]()
+    frame = source_frame(session(), plan, table_layout, ranges, guarded=True)
+    overtaken_spots = (
+        _find_overtaken(plan, session, table_layout, records) if plan.sink.mode == "upsert" else set[Spot]()
+    )
     frame = frame.coalesce(1).sortWithinPartitions(PARTITION, OFFSET)
     with plan.target().run(plan.place) as run:
-        merge = _merge(plan, made.spec, ())
-        task = ReplayTask(plan.sink, made, run, merge, frozenset(overtaken))
-        found = {spot: reason for part in in_tasks(frame, partial(_replay_task, task)) for spot, reason in part.items()}
-    return {spot: reason for spot in spots if (reason := found.get(spot, LEFT_OUT)) is not None}
+        merge = _merge(plan, table_layout.spec, ())
+        task = ReplayTask(plan.sink, table_layout, run, merge, frozenset(overtaken_spots))
+        reason_by_spot = {
+            spot: reason
+            for task_reasons in in_tasks(frame, partial(_replay_task, task))
+            for spot, reason in task_reasons.items()
+        }
+    return {spot: reason for spot in spots if (reason := reason_by_spot.get(spot, LEFT_OUT)) is not None}
 
 
-def _overtaken(plan: SinkPlan, session: Session, made: Layout, bad: Sequence[BadRecord]) -> set[Spot]:
+def _find_overtaken(plan: SinkPlan, session: Session, table_layout: Layout, records: Sequence[BadRecord]) -> set[Spot]:
     """The records after which a record of the same key was written."""
     from pyspark.sql import functions as F
 
-    refused = {(item.partition, item.offset) for item in plan.progress.bad}
-    starts = {item.partition: min(each.offset for each in bad if each.partition == item.partition) for item in bad}
+    refused_spots = {(item.partition, item.offset) for item in plan.progress.bad}
+    starts = {
+        item.partition: min(record.offset for record in records if record.partition == item.partition)
+        for item in records
+    }
     ranges = tuple(
-        OffsetRange(partition, starts.get(partition, plan.starts.get(partition, upcoming)), upcoming)
-        for partition, upcoming in plan.progress.next.items()
-        if starts.get(partition, plan.starts.get(partition, upcoming)) < upcoming
+        OffsetRange(partition, starts.get(partition, plan.starts.get(partition, next_offset)), next_offset)
+        for partition, next_offset in plan.progress.next.items()
+        if starts.get(partition, plan.starts.get(partition, next_offset)) < next_offset
     )
-    names = made.key_names
-    later = source_frame(session(), plan, made, ranges, guarded=True).select(*names, PARTITION, OFFSET)
-    spots = tuple(OffsetRange(item.partition, item.offset, item.offset + 1) for item in bad)
-    own = source_frame(session(), plan, made, spots, guarded=True)
-    own = own.select(
+    names = table_layout.key_names
+    later = source_frame(session(), plan, table_layout, ranges, guarded=True).select(*names, PARTITION, OFFSET)
+    spots = tuple(OffsetRange(item.partition, item.offset, item.offset + 1) for item in records)
+    refused_frame = source_frame(session(), plan, table_layout, spots, guarded=True)
+    refused_frame = refused_frame.select(
         *(F.col(name).alias(f"own_{name}") for name in names), F.col(PARTITION).alias("p"), F.col(OFFSET).alias("o")
     )
-    same = reduce(lambda left, right: left & right, [F.col(name).eqNullSafe(F.col(f"own_{name}")) for name in names])
+    is_same_key = reduce(
+        lambda left, right: left & right, [F.col(name).eqNullSafe(F.col(f"own_{name}")) for name in names]
+    )
     follows = F.expr(f"{PARTITION} > p OR ({PARTITION} = p AND {OFFSET} > o)")
-    rows = later.join(F.broadcast(own), same & follows).select("p", "o", PARTITION, OFFSET).distinct().collect()
-    return {(row[0], row[1]) for row in rows if (row[2], row[3]) not in refused}
+    rows = (
+        later.join(F.broadcast(refused_frame), is_same_key & follows)
+        .select("p", "o", PARTITION, OFFSET)
+        .distinct()
+        .collect()
+    )
+    return {(row[0], row[1]) for row in rows if (row[2], row[3]) not in refused_spots}
 
 
 @dataclass(frozen=True)

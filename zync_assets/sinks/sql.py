@@ -89,10 +89,10 @@ class SqlTarget(Target):
 
     def removal(self, table: sa.Table, rows: sa.Table, key: Sequence[str]) -> sa.Executable:
         """The statement that deletes the rows whose keys a load table deletes or replaces."""
-        own = [table.c[name] for name in key]
-        present = sa.tuple_(*own) if len(own) > 1 else own[0]
-        gone = sa.select(*(rows.c[name] for name in key)).where(rows.c[OP].in_([DELETE, REPLACE]))
-        return sa.delete(table).where(present.in_(gone))
+        columns = [table.c[name] for name in key]
+        row_key = sa.tuple_(*columns) if len(columns) > 1 else columns[0]
+        deleted_keys = sa.select(*(rows.c[name] for name in key)).where(rows.c[OP].in_([DELETE, REPLACE]))
+        return sa.delete(table).where(row_key.in_(deleted_keys))
 
     def column_type(self, column: Column, *, in_key: bool) -> SqlType:
         """The type of a new column."""
@@ -143,7 +143,7 @@ class SqlTarget(Target):
     def loading(self, spec: TableSpec, name: str) -> Generator[tuple[Connection, sa.Table]]:
         """A connection, in a transaction, with a new load table."""
         with self.connection() as connection:
-            table = self.load_table(self._reflected(connection, spec), spec, name, None)
+            table = self.load_table(self._reflect_table(connection, spec), spec, name, None)
             table.create(connection)
             yield connection, table
 
@@ -167,17 +167,17 @@ class SqlTarget(Target):
     def past_places(self, place: Place, spec: TableSpec, origin: str, sinks: Collection[str]) -> Sequence[Place]:
         has_topic = any(item.field == "kafka.topic" for item in spec.columns)
         with self.connection() as connection:
-            found = past_writers(connection, place, origin, sinks)
-            if any(not item.sink for item in found) and not (has_topic and self.is_atomic):
+            places = past_writers(connection, place, origin, sinks)
+            if any(not item.sink for item in places) and not (has_topic and self.is_atomic):
                 return []
-            return found if found and self._has_records(connection, place, spec) else []
+            return places if places and self._has_records(connection, place, spec) else []
 
     def _has_records(self, connection: Connection, place: Place, spec: TableSpec) -> bool:
         """Whether the table has a record of a source. A table without a column for the topic: whether it has a row."""
-        table = self._reflected(connection, spec)
+        table = self._reflect_table(connection, spec)
         topic = place.source.partition(".")[2]
-        own = [table.c[item.name] == topic for item in spec.columns if item.field == "kafka.topic"]
-        query = sa.select(sa.literal(1)).select_from(table).where(*own).limit(1)
+        conditions = [table.c[item.name] == topic for item in spec.columns if item.field == "kafka.topic"]
+        query = sa.select(sa.literal(1)).select_from(table).where(*conditions).limit(1)
         return connection.execute(query).first() is not None
 
     def lock(self, query: sa.Select[Any]) -> sa.Select[Any]:
@@ -203,12 +203,12 @@ class SqlTarget(Target):
                 refuse_creation(connection, spec.name, table, create=create)
                 table.create(connection)
                 return
-            table = self._reflected(connection, spec)
+            table = self._reflect_table(connection, spec)
             statements, hopeless = self._differences(connection, table, spec)
-            allowed = {"none": 0, "add": 1, "widen": 2}[evolve]
-            refused = [item for item in statements if item[0] > allowed]
-            if hopeless or refused:
-                raise TableUnfit(advice(connection, spec.name, refused, hopeless))
+            allowed_level = {"none": 0, "add": 1, "widen": 2}[evolve]
+            refused_statements = [item for item in statements if item[0] > allowed_level]
+            if hopeless or refused_statements:
+                raise TableUnfit(advice(connection, spec.name, refused_statements, hopeless))
             for _, _, ddl in statements:
                 connection.execute(ddl)
 
@@ -216,7 +216,7 @@ class SqlTarget(Target):
         loads = [LoadTable(name, 0, removes=False, partial=False)]
         with self.loading(spec, name) as (connection, table):
             names = [column.name for column in table.columns]
-            self.write(connection, table, _counted(rows, names, loads))
+            self.write(connection, table, _counted_rows(rows, names, loads))
         crash_point("sink:loaded")
         return loads[0]
 
@@ -225,7 +225,7 @@ class SqlTarget(Target):
             # 1. Nobody else has written since the batch was planned.
             self._lock_positions(connection, merge)
             # 2. The data, one load table after the other: no key is in two of them.
-            table = self._reflected(connection, merge.spec) if merge.loads or merge.clear else None
+            table = self._reflect_table(connection, merge.spec) if merge.loads or merge.clear else None
             if merge.clear and table is not None:
                 self.delete(connection, table)
                 for place in merge.cleared:
@@ -246,11 +246,11 @@ class SqlTarget(Target):
 
     def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
         with self.connection() as connection:
-            table = self._reflected(connection, spec)
+            table = self._reflect_table(connection, spec)
             # A column that no batch has needed yet is not there.
             columns = [table.c.get(item.name, sa.null().label(item.name)) for item in spec.columns]
-            found = connection.execution_options(yield_per=10_000).execute(sa.select(*columns))
-            for part in found.partitions():
+            result = connection.execution_options(yield_per=10_000).execute(sa.select(*columns))
+            for part in result.partitions():
                 yield self.arrow_rows(spec, [tuple(row) for row in part])
 
     def arrow_rows(self, spec: TableSpec, rows: Sequence[tuple[Any, ...]]) -> pa.RecordBatch:
@@ -291,7 +291,7 @@ class SqlTarget(Target):
 
     # ---- tables
 
-    def _reflected(self, connection: Connection, spec: TableSpec) -> sa.Table:
+    def _reflect_table(self, connection: Connection, spec: TableSpec) -> sa.Table:
         """The table as it is. TableUnfit if it is gone."""
         name, schema = named(spec)
         try:
@@ -321,14 +321,14 @@ class SqlTarget(Target):
     def _differences(
         self, connection: Connection, table: sa.Table, spec: TableSpec
     ) -> tuple[list[tuple[int, str, Any]], list[str]]:
-        """What a table lacks: (level of `evolve`, what, DDL), and what no DDL of the sink can make."""
+        """What a table lacks: (level of `evolve`, problem, DDL), and what no DDL of the sink can make."""
         statements: list[tuple[int, str, Any]] = []
         hopeless: list[str] = []
         for column in spec.columns:
             in_key = column.name in spec.key
             if column.name not in table.c:
-                new = sa.Column(column.name, self.column_type(column, in_key=in_key))
-                ddl = AddColumn(table.name, new, schema=table.schema)
+                new_column = sa.Column(column.name, self.column_type(column, in_key=in_key))
+                ddl = AddColumn(table.name, new_column, schema=table.schema)
                 statements.append((1, f"column {column.name} is missing", ddl))
                 continue
             existing, identity = table.c[column.name].type, table.c[column.name].identity
@@ -339,14 +339,14 @@ class SqlTarget(Target):
                 continue
             if self.holds(existing, column):
                 continue
-            what = (
+            mismatch = (
                 f"column {column.name} is {sql_text(existing, connection)}, and its source is {type_text(column.type)}"
             )
             larger = self.wider(existing, column)
             if larger is None:
-                hopeless.append(f"{what}; change the column, or make the value with before: {{set: ...}}")
+                hopeless.append(f"{mismatch}; change the column, or make the value with before: {{set: ...}}")
             else:
-                statements.append((2, what, self.widening(table, column.name, larger)))
+                statements.append((2, mismatch, self.widening(table, column.name, larger)))
         if problem := self.key_problem(connection, table, spec):
             hopeless.append(problem)
         return statements, hopeless
@@ -374,16 +374,16 @@ class SqlTarget(Target):
             return
         at = at_place(POSITIONS, merge.place)
         query = self.lock(sa.select(POSITIONS).where(*at))
-        found = {row["partition"]: row for row in connection.execute(query).mappings()}
+        rows = {row["partition"]: row for row in connection.execute(query).mappings()}
         for partition, expected in merge.expected.items():
-            row = found.get(partition)
+            row = rows.get(partition)
             if (row["next"] if row else None) != expected or (row is not None and row["origin"] != merge.origin):
                 raise CommitConflict(f"{merge.place}: another run wrote first; run again")
 
     def _advance_positions(self, connection: Connection, merge: Merge) -> None:
         at, names = at_place(POSITIONS, merge.place), place_values(merge.place)
-        for partition, upcoming in merge.upcoming.items():
-            values = {"next": upcoming, "origin": merge.origin}
+        for partition, next_offset in merge.upcoming.items():
+            values = {"next": next_offset, "origin": merge.origin}
             if merge.expected.get(partition) is None:
                 try:
                     connection.execute(sa.insert(POSITIONS).values(**names, partition=partition, **values))
@@ -392,50 +392,54 @@ class SqlTarget(Target):
             else:
                 connection.execute(sa.update(POSITIONS).where(*at, POSITIONS.c.partition == partition).values(**values))
         for partition, offset in merge.cured:
-            where = (QUARANTINE.c.partition == partition, QUARANTINE.c.offset == offset)
-            self.delete(connection, QUARANTINE, *at_place(QUARANTINE, merge.place), *where)
-        for bad in merge.bad:
-            values = {"partition": bad.partition, "offset": bad.offset, "key": bad.key, "error": bad.error}
+            conditions = (QUARANTINE.c.partition == partition, QUARANTINE.c.offset == offset)
+            self.delete(connection, QUARANTINE, *at_place(QUARANTINE, merge.place), *conditions)
+        for record in merge.bad:
+            values = {"partition": record.partition, "offset": record.offset, "key": record.key, "error": record.error}
             connection.execute(sa.insert(QUARANTINE).values(**names, **values))
 
     def _apply(self, connection: Connection, table: sa.Table, spec: TableSpec, load: LoadTable, number: int) -> None:
         """Apply the changes of a load table."""
         rows = self.load_table(table, spec, load.name, self.load_schema(number))
         # A server that ended abruptly may have emptied a load table that is not logged.
-        held = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
-        if held != load.rows:
-            raise CommitConflict(f"{load.name} has {held} rows, and {load.rows} were written; run again")
+        count = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
+        if count != load.rows:
+            raise CommitConflict(f"{load.name} has {count} rows, and {load.rows} were written; run again")
         names = [column.name for column in spec.columns]
         if spec.mode == "insert":
             connection.execute(sa.insert(table).from_select(names, sa.select(*(rows.c[name] for name in names))))
             return
         if load.removes:
             connection.execute(self.removal(table, rows, spec.key))
-        others = [column.name for column in spec.others]
-        same = sa.and_(*(table.c[name] == rows.c[name] for name in spec.key))
+        other_names = [column.name for column in spec.others]
+        is_same_key = sa.and_(*(table.c[name] == rows.c[name] for name in spec.key))
         is_partial = rows.c[SET].is_not(None)
-        if others and load.partial:
+        if other_names and load.partial:
             # A partial record of a row that exists changes its columns only. A database that checks NOT NULL before it looks
             # for the row would refuse INSERT ... ON CONFLICT.
             values = {
                 name: sa.case((sa.func.substr(rows.c[SET], at + 1, 1) != "0", rows.c[name]), else_=table.c[name])
-                for at, name in enumerate(others)
+                for at, name in enumerate(other_names)
             }
             connection.execute(
-                sa.update(table).where(same, rows.c[OP].in_([UPSERT, UPDATE]), is_partial).values(values)
+                sa.update(table).where(is_same_key, rows.c[OP].in_([UPSERT, UPDATE]), is_partial).values(values)
             )
-            is_new = ~sa.exists(sa.select(sa.literal(1)).select_from(table).where(same).correlate(rows))
-            new = sa.and_(is_partial, rows.c[OP].in_([UPSERT, REPLACE]), is_new)
-            for (shape,) in connection.execute(sa.select(rows.c[SET]).where(new).distinct()).all():
-                own = [*spec.key, *(name for name, mark in zip(others, shape, strict=True) if mark == "1")]
-                chosen = sa.select(*(rows.c[name] for name in own)).where(rows.c[SET] == shape, new)
-                connection.execute(sa.insert(table).from_select(own, chosen))
-        whole = sa.select(*(rows.c[name] for name in (*spec.key, *others)))
-        for statement in self.upserts(table, whole.where(rows.c[OP] != DELETE, ~is_partial), spec.key, others):
+            is_new = ~sa.exists(sa.select(sa.literal(1)).select_from(table).where(is_same_key).correlate(rows))
+            is_insert = sa.and_(is_partial, rows.c[OP].in_([UPSERT, REPLACE]), is_new)
+            for (shape,) in connection.execute(sa.select(rows.c[SET]).where(is_insert).distinct()).all():
+                set_names = [*spec.key, *(name for name, mark in zip(other_names, shape, strict=True) if mark == "1")]
+                query = sa.select(*(rows.c[name] for name in set_names)).where(rows.c[SET] == shape, is_insert)
+                connection.execute(sa.insert(table).from_select(set_names, query))
+        complete_rows = sa.select(*(rows.c[name] for name in (*spec.key, *other_names)))
+        for statement in self.upserts(
+            table, complete_rows.where(rows.c[OP] != DELETE, ~is_partial), spec.key, other_names
+        ):
             connection.execute(statement)
 
 
-def _counted(rows: Iterator[pa.RecordBatch], names: Sequence[str], loads: list[LoadTable]) -> Iterator[pa.RecordBatch]:
+def _counted_rows(
+    rows: Iterator[pa.RecordBatch], names: Sequence[str], loads: list[LoadTable]
+) -> Iterator[pa.RecordBatch]:
     """Columns of rows. The load table, which is alone in ``loads``, counts the rows."""
     for batch in rows:
         loads[0] = loads[0].plus(batch)

@@ -124,19 +124,23 @@ def is_exact(existing: SqlType) -> bool:
 def wider(existing: SqlType, kind: pa.DataType) -> SqlType | None:
     """A type that holds the old values of a column, and those of a type of the lake; None if there is no such number."""
     kinds = pa.types
-    bits, new = _bits(existing), standard_type(kind)
+    bits, new_type = _bits(existing), standard_type(kind)
     if bits and kinds.is_integer(kind):
-        return new
+        return new_type
     if isinstance(existing, sa.Float) and kinds.is_floating(kind):
         return sa.Double()
-    if isinstance(new, (sa.DateTime, sa.Time)):
-        return new if isinstance(existing, type(new)) and bool(existing.timezone) == new.timezone else None
-    old = _digits(existing) if not bits else (DIGITS[bits], 0)
-    if old is None or not (kinds.is_decimal(kind) or kinds.is_integer(kind)):
+    if isinstance(new_type, (sa.DateTime, sa.Time)):
+        return (
+            new_type if isinstance(existing, type(new_type)) and bool(existing.timezone) == new_type.timezone else None
+        )
+    digits = _digits(existing) if not bits else (DIGITS[bits], 0)
+    if digits is None or not (kinds.is_decimal(kind) or kinds.is_integer(kind)):
         return None
-    whole, scale = (kind.precision - kind.scale, kind.scale) if kinds.is_decimal(kind) else (DIGITS[kind.bit_width], 0)
-    scale = max(scale, old[1])
-    return sa.Numeric(max(whole, old[0]) + scale, scale)
+    whole_digits, scale = (
+        (kind.precision - kind.scale, kind.scale) if kinds.is_decimal(kind) else (DIGITS[kind.bit_width], 0)
+    )
+    scale = max(scale, digits[1])
+    return sa.Numeric(max(whole_digits, digits[0]) + scale, scale)
 
 
 def _bits(existing: SqlType) -> int:
@@ -155,11 +159,11 @@ def _digits(existing: SqlType) -> tuple[int, int] | None:
     return existing.precision - scale, scale
 
 
-def _numeric_holds(existing: SqlType, whole: int, scale: int) -> bool:
+def _numeric_holds(existing: SqlType, whole_digits: int, scale: int) -> bool:
     if not isinstance(existing, sa.Numeric) or isinstance(existing, sa.Float):
         return False
     digits = _digits(existing)
-    return digits is None or (digits[0] >= whole and digits[1] >= scale)
+    return digits is None or (digits[0] >= whole_digits and digits[1] >= scale)
 
 
 BOOK = sa.MetaData()
@@ -204,21 +208,21 @@ def at_place(table: sa.Table, place: Place) -> list[sa.ColumnElement[bool]]:
 def read_progress(connection: Connection, place: Place) -> Progress:
     """How far the source of a place was written, by the book. A table of the book that is missing has no row."""
     inspector = sa.inspect(connection)
-    rows, bad = (
+    rows, refused_rows = (
         connection.execute(sa.select(table).where(*at_place(table, place))).mappings().all()
         if inspector.has_table(table.name)
         else []
         for table in (POSITIONS, QUARANTINE)
     )
-    refused = [BadRecord(row["partition"], row["offset"], row["key"], row["error"]) for row in bad]
+    bad_records = [BadRecord(row["partition"], row["offset"], row["key"], row["error"]) for row in refused_rows]
     return Progress(
-        {row["partition"]: row["next"] for row in rows}, rows[0]["origin"] if rows else None, by_offset(refused)
+        {row["partition"]: row["next"] for row in rows}, rows[0]["origin"] if rows else None, by_offset(bad_records)
     )
 
 
-def by_offset(bad: Sequence[BadRecord]) -> tuple[BadRecord, ...]:
+def by_offset(records: Sequence[BadRecord]) -> tuple[BadRecord, ...]:
     """Refused records in the order of their partitions and offsets."""
-    return tuple(sorted(bad, key=lambda item: (item.partition, item.offset)))
+    return tuple(sorted(records, key=lambda item: (item.partition, item.offset)))
 
 
 def past_writers(connection: Connection, place: Place, origin: str, sinks: Collection[str]) -> list[Place]:
@@ -233,22 +237,22 @@ def past_writers(connection: Connection, place: Place, origin: str, sinks: Colle
     if not rows:
         return [replace(place, sink="")]
     # A pipeline that was renamed has the same sinks. Other pipelines of the lake may write to this target too.
-    found = {
+    places = {
         Place(row[0], row[1], row[2])
         for row in rows
         if row[2] == place.source
         and (row[0] == place.pipeline or (row[1] == place.sink and row[3] == origin))
         and (row[0] != place.pipeline or row[1] not in sinks)
     }
-    return sorted(found, key=str)
+    return sorted(places, key=str)
 
 
 def on_conflict(insert: Any, key: Sequence[str], others: Sequence[str]) -> sa.Executable:
     """An INSERT of PostgreSQL's or SQLite's dialect that updates the columns ``others`` of a row with the same key."""
     if not others:
         return insert.on_conflict_do_nothing(index_elements=list(key))
-    new = {name: insert.excluded[name] for name in others}
-    return insert.on_conflict_do_update(index_elements=list(key), set_=new)
+    new_values = {name: insert.excluded[name] for name in others}
+    return insert.on_conflict_do_update(index_elements=list(key), set_=new_values)
 
 
 def sql_text(kind: SqlType, connection: sa.Connection) -> str:
@@ -337,9 +341,9 @@ def loose_key(
 def advice(
     connection: Connection, name: str, statements: Sequence[tuple[int, str, Any]], hopeless: Sequence[str]
 ) -> str:
-    """The text of TableUnfit. ``statements``: what the sink may not do, as (level of `evolve`, what, DDL); ``hopeless``: what no
-    DDL of the sink can make."""
-    text = f"table {name}: {'; '.join([what for _, what, _ in statements] + list(hopeless))}"
+    """The text of TableUnfit. ``statements``: what the sink may not do, as (level of `evolve`, problem, DDL); ``hopeless``: what
+    no DDL of the sink can make."""
+    text = f"table {name}: {'; '.join([problem for _, problem, _ in statements] + list(hopeless))}"
     text = text if text.endswith(";") else f"{text}."
     ddl = "".join(f"\n{ddl_text(item, connection)};" for _, _, item in statements)
     if not statements:

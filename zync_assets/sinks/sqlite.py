@@ -124,7 +124,7 @@ class SqliteTarget(SqlTarget):
     @contextmanager
     def loading(self, spec: TableSpec, name: str) -> Generator[tuple[Connection, sa.Table]]:
         with self.connection() as connection:
-            table = self.load_table(self._reflected(connection, spec), spec, name, None)
+            table = self.load_table(self._reflect_table(connection, spec), spec, name, None)
         engine = sa.create_engine(
             f"sqlite:///{self._file(name)}", poolclass=sa.pool.NullPool, isolation_level="AUTOCOMMIT"
         )
@@ -161,7 +161,7 @@ class SqliteTarget(SqlTarget):
 
     def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
         for batch in rows:
-            columns = [_stored(batch.column(name), name) for name in batch.schema.names]
+            columns = [_stored_values(batch.column(name), name) for name in batch.schema.names]
             statement = str(sa.insert(table).compile(dialect=connection.dialect, column_keys=batch.schema.names))
             # The columns' own types would convert each value again.
             connection.exec_driver_sql(statement, list(zip(*columns, strict=True))) if batch.num_rows else None
@@ -201,9 +201,9 @@ class SqliteTarget(SqlTarget):
         quote = connection.dialect.identifier_preparer.quote
         for index in connection.exec_driver_sql(f"PRAGMA index_list({quote(table.name)})").mappings():
             columns = connection.exec_driver_sql(f"PRAGMA index_xinfo({quote(index['name'])})").mappings().all()
-            own = {item["name"]: item["coll"] for item in columns if item["key"]}
-            if index["unique"] and own.keys() == set(spec.key) and {*own.values()} - {"BINARY"}:
-                names = ", ".join(name for name, collation in own.items() if collation != "BINARY")
+            collations = {item["name"]: item["coll"] for item in columns if item["key"]}
+            if index["unique"] and collations.keys() == set(spec.key) and {*collations.values()} - {"BINARY"}:
+                names = ", ".join(name for name, collation in collations.items() if collation != "BINARY")
                 return (
                     f"the key's column {names} takes texts for equal that differ; make the table anew without COLLATE"
                 )
@@ -224,8 +224,8 @@ class SqliteTarget(SqlTarget):
             return NumericText(type(existing).__name__.upper())
         return sa.LargeBinary() if isinstance(existing, (sa.LargeBinary, sa.types.NullType)) else sa.Text()
 
-    def _reflected(self, connection: Connection, spec: TableSpec) -> sa.Table:
-        table = super()._reflected(connection, spec)
+    def _reflect_table(self, connection: Connection, spec: TableSpec) -> sa.Table:
+        table = super()._reflect_table(connection, spec)
         for column in table.c:
             # Values are written as they are stored, without SQLAlchemy's conversions.
             is_boolean = isinstance(column.type, sa.Boolean)
@@ -247,7 +247,7 @@ class SqliteTarget(SqlTarget):
         return bool(value) if kinds.is_boolean(kind) else value
 
 
-def _stored(column: pa.Array, name: str) -> Sequence[Any]:
+def _stored_values(column: pa.Array, name: str) -> Sequence[Any]:
     """The values of a column as SQLite stores them."""
     kinds, kind = pa.types, column.type
     values = column.to_pylist()

@@ -100,17 +100,17 @@ def sink_table(
 
     while True:
         try:
-            made = _outlast(write, patience)
+            commit = _outlast(write, patience)
         except TargetRefused as error:
             if limit == SEARCH_OFFSETS:
                 raise SinkError(str(error)) from error
             # Somewhere in the batch is a record that the target refuses. A smaller batch has it, or is written without it.
             limit = max(SEARCH_OFFSETS, limit // 8)
             continue
-        if made is not None:
+        if commit is not None:
             limit, commits = min(BATCH_OFFSETS, limit * 8), commits + 1
-            yield made
-        if made is None or not made.left:
+            yield commit
+        if commit is None or not commit.left:
             break
     with _names(sink, table):
         _remove_leftovers(pipeline, sink, table)
@@ -158,16 +158,16 @@ def _with_place(text: str, sink: str, table: str) -> str:
     return f"sink {sink}, {text}" if text.startswith(f"table {table}") else f"sink {sink}, table {table}: {text}"
 
 
-_cleaned: set[Place] = set()
+_cleaned_places: set[Place] = set()
 
 
 def _remove_leftovers(pipeline: Pipeline, sink: str, table: str) -> None:
     """Remove the load tables of killed runs, once in a process: a batch removes them too, but there may be none to come."""
-    found = pipeline.sink(sink)
-    place = place_of(pipeline, found, found.table(table))
-    if place not in _cleaned:
-        with open_target(found).run(place):
-            _cleaned.add(place)
+    sink_definition = pipeline.sink(sink)
+    place = place_of(pipeline, sink_definition, sink_definition.table(table))
+    if place not in _cleaned_places:
+        with open_target(sink_definition).run(place):
+            _cleaned_places.add(place)
 
 
 def _apply_retention(pipeline: Pipeline, table: SinkTable) -> None:
@@ -184,17 +184,21 @@ def wanted_from(pipeline: Pipeline, topic: str) -> dict[int, int]:
     limits: dict[int, int] | None = None
     for sink, table in pipeline.raw_sinks(topic):
         progress = open_target(sink).progress(place_of(pipeline, sink, table))
-        own = dict(progress.next)
-        for bad in progress.bad:
-            own[bad.partition] = min(own.get(bad.partition, bad.offset), bad.offset)
-        limits = own if limits is None else {p: min(limits[p], own[p]) for p in limits.keys() & own.keys()}
+        next_offsets = dict(progress.next)
+        for record in progress.bad:
+            next_offsets[record.partition] = min(next_offsets.get(record.partition, record.offset), record.offset)
+        limits = (
+            next_offsets
+            if limits is None
+            else {p: min(limits[p], next_offsets[p]) for p in limits.keys() & next_offsets.keys()}
+        )
     return limits or {}
 
 
 def read_sink(pipeline: Pipeline, session: Session, sink: str, table: str, limit: int = BATCH_OFFSETS) -> SinkBatch:
     """The next batch of a target table. The batch is lazy and starts no session."""
-    found = pipeline.sink(sink)
-    return read_source(session, plan_sink(pipeline, found, found.table(table), limit))
+    sink_definition = pipeline.sink(sink)
+    return read_source(session, plan_sink(pipeline, sink_definition, sink_definition.table(table), limit))
 
 
 def sink_once(
@@ -205,7 +209,7 @@ def sink_once(
     def commit(batch: SinkBatch) -> SinkCommit | None:
         if not batch.plan.nothing_to_do:
             return commit_sink(batch)
-        if batch.plan.place not in _cleaned:
+        if batch.plan.place not in _cleaned_places:
             # Without a batch, nothing else finds that the table is missing. A process looks once: each look asks the target.
             check_table(batch.plan)
         return None
@@ -216,12 +220,13 @@ def sink_once(
 def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> tuple[Place, ...]:
     """Empty a table of a sink and forget its position. Other sinks may write the table too: their positions, which are
     returned, are forgotten as well, since their rows are gone."""
-    found = pipeline.sink(sink)
+    sink_definition = pipeline.sink(sink)
     sharers = tuple(
-        place_of(pipeline, other, item)
-        for other in pipeline.sinks
-        for item in other.tables
-        if (other.kind, other.url, item.name) == (found.kind, found.url, table) and other.name != sink
+        place_of(pipeline, other_sink, item)
+        for other_sink in pipeline.sinks
+        for item in other_sink.tables
+        if (other_sink.kind, other_sink.url, item.name) == (sink_definition.kind, sink_definition.url, table)
+        and other_sink.name != sink
     )
 
     def reset(plan: SinkPlan) -> None:
@@ -230,7 +235,7 @@ def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> t
 
     def reset_named() -> None:
         with _names(sink, table):
-            retried(lambda: plan_sink(pipeline, found, found.table(table), check=False), reset)
+            retried(lambda: plan_sink(pipeline, sink_definition, sink_definition.table(table), check=False), reset)
 
     # Another run may be at work on the table.
     _outlast(reset_named)

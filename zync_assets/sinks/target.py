@@ -251,8 +251,8 @@ class Target(ABC):
     def drop_loads(self, run: str) -> None:
         """Remove the load tables of a run, if the target can be reached."""
         with suppress(SinkError):
-            if own := [name for name in self.tables() if name.startswith(run)]:
-                self.drop(own)
+            if names := [name for name in self.tables() if name.startswith(run)]:
+                self.drop(names)
 
     def apply(self, merge: Merge, name: str, rows: Iterator[pa.RecordBatch]) -> int:
         """Load and merge rows in one task; returns their number. Raises as ``load`` and ``merge``. Refused rows leave nothing."""
@@ -335,16 +335,16 @@ def tls_fault(error: SinkError, ca: str, off: str) -> SinkError:
 
 def gathered(rows: Iterator[pa.RecordBatch], size: int) -> Iterator[pa.RecordBatch]:
     """Batches of some ``size`` bytes."""
-    held: list[pa.RecordBatch] = []
+    batches: list[pa.RecordBatch] = []
     count = 0
     for batch in rows:
-        held.append(batch)
+        batches.append(batch)
         count += batch.nbytes
         if count >= size:
-            yield pa.concat_batches(held)
-            held, count = [], 0
-    if held:
-        yield pa.concat_batches(held)
+            yield pa.concat_batches(batches)
+            batches, count = [], 0
+    if batches:
+        yield pa.concat_batches(batches)
 
 
 def time_of(item: pa.Field, note: Note) -> tuple[pa.DataType, int]:
@@ -373,9 +373,11 @@ def checked_times(values: pa.Array, column: Column) -> pa.Array:
     low, high = ends["min"].as_py(), ends["max"].as_py()
     if first <= low and high <= last:
         return values
-    what = "a time of day from 0 to 24 hours" if kinds.is_time(kind) else "a time in the years 1 to 9999"
+    expectation = "a time of day from 0 to 24 hours" if kinds.is_time(kind) else "a time in the years 1 to 9999"
     unit = "days" if kinds.is_date(kind) else "microseconds"
-    raise TargetRefused(f"the column {column.name} is {low if low < first else high} {unit}, which is not {what}")
+    raise TargetRefused(
+        f"the column {column.name} is {low if low < first else high} {unit}, which is not {expectation}"
+    )
 
 
 def named(spec: TableSpec) -> tuple[str, str | None]:
@@ -410,11 +412,11 @@ def process_mark() -> str:
 
 def is_alive(mark: str) -> bool:
     """Whether the run that made a mark goes on. A run on another host counts as alive for a day."""
-    host, pid, began, made, *_ = (*mark.split("_"), "", "", "", "")
+    host, pid, began_at, made_at, *_ = (*mark.split("_"), "", "", "", "")
     try:
         if host != _host():
-            return time.time() - int(made, 16) < OTHER_HOST_SECONDS
-        return int(psutil.Process(int(pid, 16)).create_time()) == int(began, 16)
+            return time.time() - int(made_at, 16) < OTHER_HOST_SECONDS
+        return int(psutil.Process(int(pid, 16)).create_time()) == int(began_at, 16)
     except (psutil.NoSuchProcess, ValueError):
         return False
     except psutil.AccessDenied:
