@@ -52,11 +52,11 @@ def claim(names: Names) -> None:
 
     SetupError if another pipeline file in this process has the pipeline's name, one of its tables or one of its asset keys.
     """
-    if any(_conflict(names, other) for other in _neighbours(names)):
+    if any(_conflict(names, neighbour) for neighbour in _neighbours(names)):
         # Definitions that nobody holds may wait for the garbage collector.
         gc.collect()
-        for other in _neighbours(names):
-            if text := _conflict(names, other):
+        for neighbour in _neighbours(names):
+            if text := _conflict(names, neighbour):
                 raise SetupError(f"{text}, or leave one of the two files out of this code location.")
     _builds[:] = [*(item for item in _builds if (build := item()) is not None and build.file != names.file), ref(names)]
 
@@ -67,30 +67,30 @@ def _neighbours(names: Names) -> list[Names]:
     return [item for item in builds if item is not None and item.file != names.file and item.file.exists()]
 
 
-def _conflict(names: Names, other: Names) -> str | None:
+def _conflict(names: Names, neighbour: Names) -> str | None:
     """What two pipelines can't both have in one code location, and the cure; None where they can stand side by side."""
-    mine, theirs, files = names.pipeline, other.pipeline, f"{other.file} and {names.file}"
-    if mine.name == theirs.name:
+    pipeline, neighbour_pipeline, files = names.pipeline, neighbour.pipeline, f"{neighbour.file} and {names.file}"
+    if pipeline.name == neighbour_pipeline.name:
         return (
-            f"{files} are both pipeline {mine.name}, and the names of jobs and resources in Dagster end in the pipeline's"
-            f' name. Write another name at the top of {names.file}, such as "name: {mine.name}_2"'
+            f"{files} are both pipeline {pipeline.name}, and the names of jobs and resources in Dagster end in the pipeline's"
+            f' name. Write another name at the top of {names.file}, such as "name: {pipeline.name}_2"'
         )
-    tables = _tables(theirs)
-    for table in _tables(mine):
+    tables = _tables(neighbour_pipeline)
+    for table in _tables(pipeline):
         if table in tables:
             lake, pool, topic = table
             return (
                 f"{files} both name table {pool_path(pool, topic)} of lake {lake}, and a table is one asset. Write the rules of"
                 f" both files into one file, or name another pool than {pool} in one of them"
             )
-    common = {item.topic for item in mine.inputs} & {item.topic for item in theirs.inputs}
-    common_keys = {names.topic_key(topic) for topic in common} if _same_brokers(names, other) else set[AssetKey]()
-    assets = _assets(other)
-    for key, thing in _assets(names).items():
+    common = {item.topic for item in pipeline.inputs} & {item.topic for item in neighbour_pipeline.inputs}
+    common_keys = {names.topic_key(topic) for topic in common} if _same_brokers(names, neighbour) else set[AssetKey]()
+    assets = _assets(neighbour)
+    for key, place in _assets(names).items():
         if key in assets and key not in common_keys:
             return (
-                f"{files} both make asset {key.to_user_string()}: the first for {assets[key]}, the second for {thing}."
-                f' Give one of them a prefix, as in key_prefix="{mine.name}" of build_definitions or of defs.yaml'
+                f"{files} both make asset {key.to_user_string()}: the first for {assets[key]}, the second for {place}."
+                f' Give one of them a prefix, as in key_prefix="{pipeline.name}" of build_definitions or of defs.yaml'
             )
     return None
 
@@ -119,10 +119,12 @@ def sources(names: Names, labels: AssetLabels, resources: Mapping[str, object]) 
     """Input topic → the topic's asset. It is the asset of another pipeline that reads the topic from the same brokers, or
     it is made now. ``resources``: of this pipeline."""
     topics: dict[str, SourceTopic] = {}
-    neighbours = [other for other in reversed(_neighbours(names)) if _same_brokers(names, other)]
+    neighbours = [neighbour for neighbour in reversed(_neighbours(names)) if _same_brokers(names, neighbour)]
     for item in names.pipeline.inputs:
         key = names.topic_key(item.topic)
-        neighbour_topics = [other.sources[item.topic] for other in neighbours if item.topic in other.sources]
+        neighbour_topics = [
+            neighbour.sources[item.topic] for neighbour in neighbours if item.topic in neighbour.sources
+        ]
         source_topic = next(
             (topic for topic in neighbour_topics if topic.asset.key == key and topic.file != names.file), None
         )
@@ -133,10 +135,10 @@ def sources(names: Names, labels: AssetLabels, resources: Mapping[str, object]) 
     return topics
 
 
-def _same_brokers(names: Names, other: Names) -> bool:
+def _same_brokers(names: Names, neighbour: Names) -> bool:
     """Whether two pipelines name a broker in common; true where the environment does not say yet which they name."""
-    mine, theirs = _brokers(names), _brokers(other)
-    return not mine or not theirs or bool(mine & theirs)
+    brokers, neighbour_brokers = _brokers(names), _brokers(neighbour)
+    return not brokers or not neighbour_brokers or bool(brokers & neighbour_brokers)
 
 
 def _brokers(names: Names) -> set[str]:

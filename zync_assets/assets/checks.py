@@ -103,8 +103,8 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
         return snapshot.run_check(pool, check)
 
     whole_pool = _once_a_run(coverage)
-    waiting = _once_a_run(lambda _: output_checks.pending_age(pipeline, pool))
-    late = _once_a_run(lambda _: output_checks.source_order(pipeline, pool))
+    age_look = _once_a_run(lambda _: output_checks.pending_age(pipeline, pool))
+    order_look = _once_a_run(lambda _: output_checks.source_order(pipeline, pool))
     # Each topic of the pool has the pool's checks too. A failed check of the pool therefore blocks every downstream asset.
     for topic, key in keys.items():
 
@@ -127,7 +127,7 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
             output_checks.PENDING_AGE,
             "No record has waited for its counterpart for too long.",
             False,
-            waiting,
+            age_look,
         )
         yield _check(
             names,
@@ -135,7 +135,7 @@ def _staging(names: Names, pool: str) -> Iterator[AssetChecksDefinition]:
             output_checks.SOURCE_ORDER,
             "No record came after later records of its source were transformed.",
             False,
-            late,
+            order_look,
         )
 
 

@@ -242,10 +242,10 @@ def due_steps(names: Names, facts: Facts) -> Iterator[DueStep]:
         )
     for pool, plan in facts.etl.items():
         outputs = [item.topic for item in names.pipeline.outputs_of(pool)]
-        sound = [name for name in outputs if name in facts.publish]
-        late = [names.topic_key(name) for name in sound if not facts.publish[name].nothing_to_do]
+        sound_topics = [name for name in outputs if name in facts.publish]
+        late_keys = [names.topic_key(name) for name in sound_topics if not facts.publish[name].nothing_to_do]
         awaits: RawEnds = {}
-        if plan.nothing_to_do and not late:
+        if plan.nothing_to_do and not late_keys:
             awaits = _small_backlog(names, facts, pool)
             if not awaits:
                 continue
@@ -254,7 +254,7 @@ def due_steps(names: Names, facts: Facts) -> Iterator[DueStep]:
         first = min((key_of(partition, end) for partition, end in ends), default=key_of(0, 0))
         assets = names.staging_job_assets(pool)
         # A topic with a problem would fail the run, and the other topics would wait with it.
-        left_out = {names.topic_key(name) for name in outputs if name not in sound}
+        left_out = {names.topic_key(name) for name in outputs if name not in sound_topics}
         selection = tuple(key for key in assets if key not in left_out)
         if not selection:
             continue
@@ -266,8 +266,8 @@ def due_steps(names: Names, facts: Facts) -> Iterator[DueStep]:
             (),
             tuple(names.pool_key(item.pool, item.topic) for item in names.pipeline.inputs_of(pool)),
             selection if left_out else None,
-            frozenset([*late, *(() if plan.nothing_to_do else names.staged_assets(pool))]),
-            {names.publish_op(name): names.topic_key(name) for name in sound},
+            frozenset([*late_keys, *(() if plan.nothing_to_do else names.staged_assets(pool))]),
+            {names.publish_op(name): names.topic_key(name) for name in sound_topics},
             partial(pool_blocks, pool=pool, outputs=outputs),
             awaits,
         )
@@ -310,12 +310,12 @@ def grids(names: Names, facts: Facts) -> Iterator[Grid]:
     for topic, plan in facts.ingest.items():
         state, pool = plan.topic_state, plan.input.pool
         lows = {item.partition: item.low for item in state.partitions}
-        first = {**lows, **plan.first, **(plan.state.first if plan.state else {})}
-        until = {item.partition: item.end for item in state.partitions}
+        starts = {**lows, **plan.first, **(plan.state.first if plan.state else {})}
+        ends = {item.partition: item.end for item in state.partitions}
         yield Grid(
             names.raw_partitions(topic),
-            tuple(spans_between(first, until)),
-            frozenset([*first, *until, *state.away]),
+            tuple(spans_between(starts, ends)),
+            frozenset([*starts, *ends, *state.away]),
             names.ingest_job(topic),
             frozenset([names.pool_key(pool, topic), names.topic_key(topic)]),
         )
@@ -336,13 +336,13 @@ def keys_of_run(step: DueStep, definition_keys: Sequence[str]) -> list[str]:
     """The keys of one run: those that lie together in Dagster's order and hold most of what waits; none where Dagster
     knows none of the keys yet."""
 
-    def waiting(keys: Sequence[str]) -> int:
-        whole = on_grid(keys)
+    def waiting_offsets(keys: Sequence[str]) -> int:
+        ranges = on_grid(keys)
         return sum(
             min(part.end, key.end) - max(part.first, key.first)
             for part in step.ready
-            for key in whole
+            for key in ranges
             if key.partition == part.partition and key.first < part.end and part.first < key.end
         )
 
-    return max(clusters(definition_keys, step.keys), key=waiting, default=[])
+    return max(clusters(definition_keys, step.keys), key=waiting_offsets, default=[])

@@ -187,7 +187,7 @@ def staging(names: Names, labels: AssetLabels, pool: str) -> AssetsDefinition:
 
 
 def publication(names: Names, labels: AssetLabels, item: Output) -> AssetsDefinition:
-    staged = names.pool_key(item.pool, item.topic)
+    source_key = names.pool_key(item.pool, item.topic)
 
     @multi_asset(
         name=names.publish_op(item.topic),
@@ -206,7 +206,7 @@ def publication(names: Names, labels: AssetLabels, item: Output) -> AssetsDefini
                 io_manager_key=names.resource("kafka_io"),
                 description=(
                     f"The Kafka topic **{item.topic}** for its consumers (keys: {item.key.format}, values:"
-                    f" {item.value.format}). The record at offset k is record k of {staged.to_user_string()}."
+                    f" {item.value.format}). The record at offset k is record k of {source_key.to_user_string()}."
                 ),
                 group_name=labels.group(TARGETS),
                 kinds={"kafka", item.value.format},

@@ -82,12 +82,12 @@ def pool_frame(
         state = staging.open_staging(pipeline.lake, pool)
         if state is None:
             raise LakeError(f"pool {pool} has no table yet. Run ETL first.")
-        whole = [
+        all_ranges = [
             OffsetRange(partition, item.base, item.next)
             for (name, partition), item in state.head.outputs.items()
             if name == topic
         ]
-        parts = whole if keys is None else normalize(keys)
+        parts = all_ranges if keys is None else normalize(keys)
         storage.require_files(state.table.uri, [item.path for item in state.output_files(topic, parts)])
         return output_frame(spark, state, topic, parts)
     raw_state = raw.open_raw(pipeline.lake, pool, topic)
@@ -121,8 +121,8 @@ def input_ranges(context: InputContext) -> list[OffsetRange] | None:
     except DagsterInvariantViolationError:
         # No step: a script loads one partition of the asset.
         return range_keys.run_keys(keys, place)
-    own = [step.partitions_def_for_output(item.name) for item in step.op_def.output_defs]
-    if definition not in own and set(keys) >= set(
+    own_definitions = [step.partitions_def_for_output(item.name) for item in step.op_def.output_defs]
+    if definition not in own_definitions and set(keys) >= set(
         definition.get_partition_keys(dynamic_partitions_store=context.instance)
     ):
         return None
@@ -166,8 +166,8 @@ class KafkaIOManager(IOManager):
             reader = partial(read_output, self._pipeline, self._session, obj.topic)
             with topic_check_on_error(self._names, context.step_context.instance, obj.topic):
                 commit = publish_once(self._pipeline, reader, first=obj, log=context.log.info)
-            here = tuple(OffsetRange(part.partition, part.end, part.end) for part in obj.plan.parts)
-            commit = commit or PublishCommit(obj.topic, here, 0, 0.0)
+            end_ranges = tuple(OffsetRange(part.partition, part.end, part.end) for part in obj.plan.parts)
+            commit = commit or PublishCommit(obj.topic, end_ranges, 0, 0.0)
             numbers = {
                 "published": commit.records,
                 "compared": commit.verified_records,
@@ -179,24 +179,24 @@ class KafkaIOManager(IOManager):
     def _records(self, topic: str, keys: Sequence[OffsetRange] | None) -> RawBatch:
         """A lazy batch of all that Kafka holds of some ranges of an input or output topic."""
         kafka_state = topic_state(self._pipeline.kafka, topic)
-        present = [OffsetRange(item.partition, item.low, item.end) for item in kafka_state.partitions]
+        kafka_ranges = [OffsetRange(item.partition, item.low, item.end) for item in kafka_state.partitions]
         if keys is not None:
-            whole = normalize(keys)
-            present = [
+            key_ranges = normalize(keys)
+            kafka_ranges = [
                 OffsetRange(part.partition, max(part.first, key.first), min(part.end, key.end))
-                for part in present
-                for key in whole
+                for part in kafka_ranges
+                for key in key_ranges
                 if key.partition == part.partition and key.first < part.end and key.end > part.first
             ]
-        ranges = tuple(part for part in present if not part.empty)
+        ranges = tuple(part for part in kafka_ranges if not part.empty)
         if any(item.topic == topic for item in self._pipeline.inputs):
             plan = plan_ingest(self._pipeline, topic)
             batch = read_input(self._session, self._pipeline, plan)
             return replace(batch, plan=replace(plan, ranges=ranges))
         output = self._pipeline.output(topic)
         state = staging.open_staging(self._pipeline.lake, output.pool)
-        have = {item.name: item.type for item in state.schema} if state else {}
-        key_type, value_type = have.get(staging.key_column(topic)), have.get(staging.value_column(topic))
+        types = {item.name: item.type for item in state.schema} if state else {}
+        key_type, value_type = types.get(staging.key_column(topic)), types.get(staging.value_column(topic))
         key, value = _read_format(output.key, key_type), _read_format(output.value, value_type)
         source = TopicSource(self._pipeline.kafka, self._pipeline.registry, topic, key, value, key_type, value_type)
         item = Input(topic, output.pool, output.key, output.value)
@@ -231,11 +231,11 @@ def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> 
                 f"{pool_path(pool, topic)}, range {format_key(key)}: topic {topic} has no partition {key.partition}."
                 f" Its open ranges are {open_ranges}."
             )
-        upcoming = ends[key.partition]
-        if key.first > upcoming:
+        next_offset = ends[key.partition]
+        if key.first > next_offset:
             raise KafkaError(
-                f"{pool_path(pool, topic)}, range {format_key(key)} lies ahead of the next offset {upcoming} of partition"
-                f" {key.partition}. Run {format_key(key_of(key.partition, upcoming))} first."
+                f"{pool_path(pool, topic)}, range {format_key(key)} lies ahead of the next offset {next_offset} of partition"
+                f" {key.partition}. Run {format_key(key_of(key.partition, next_offset))} first."
             )
     return plan_ingest(pipeline, topic, within=within, topic_states={topic: plan.topic_state})
 
@@ -260,13 +260,13 @@ def require_checks(
         for name, check in BLOCKING.items():
             look, check_state = raw_look(name, snapshot, topic, state, parts), snapshot.check_state(pool)
             firsts = [max(part.first, check_state.progress(look, (topic, part.partition)) or 0) for part in parts]
-            new = [
+            new_ranges = [
                 OffsetRange(part.partition, first, part.end)
                 for part, first in zip(parts, firsts, strict=True)
                 if first < part.end
             ]
-            if new:
-                pool_check = partial(check, pipeline, topic, new, snapshot)
+            if new_ranges:
+                pool_check = partial(check, pipeline, topic, new_ranges, snapshot)
                 require_pass(snapshot, pool, pool_check, outcome)
 
 

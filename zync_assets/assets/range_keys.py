@@ -74,9 +74,9 @@ def keys_of(spans: Iterable[OffsetRange]) -> Iterator[str]:
 
 def add_keys(instance: DagsterInstance, name: str, keys: Iterable[OffsetRange]) -> None:
     """Add the keys that a definition lacks, ascending."""
-    new = new_keys(set(instance.get_dynamic_partitions(name)), keys_of(keys))
-    if new:
-        instance.add_dynamic_partitions(name, new)
+    missing_keys = new_keys(set(instance.get_dynamic_partitions(name)), keys_of(keys))
+    if missing_keys:
+        instance.add_dynamic_partitions(name, missing_keys)
 
 
 def clusters(definition_keys: Sequence[str], ranges: Iterable[OffsetRange]) -> list[list[str]]:

@@ -60,11 +60,11 @@ def raw_extents(state: RawState, keys: Iterable[OffsetRange]) -> list[Extent]:
     extents: list[Extent] = []
     files = raw_files(state)
     for key in sorted(keys):
-        upcoming = state.next.get(key.partition, 0)
+        next_offset = state.next.get(key.partition, 0)
         low = max(state.first.get(key.partition, 0), state.retention_start.get(key.partition, 0))
-        part = _clip(key, low, upcoming)
+        part = _clip(key, low, next_offset)
         rows = _count(state.table.uri, [item for item in files if item.meets([part])], part)
-        extents.append(Extent(key, part.first, part.end, upcoming >= key.end, rows))
+        extents.append(Extent(key, part.first, part.end, next_offset >= key.end, rows))
     return extents
 
 
@@ -78,8 +78,8 @@ def staging_extents(state: StagingState | None, topic: str, keys: Iterable[Offse
             extents.append(Extent(key, key.first, key.first, False, 0))
             continue
         part = _clip(key, position.base, position.next)
-        own = [item for item in files if item.meets([part])]
-        rows = _count(state.table.uri, own, part)
+        own_files = [item for item in files if item.meets([part])]
+        rows = _count(state.table.uri, own_files, part)
         if rows != part.end - part.first:
             raise LakeError(
                 f"table {state.table.uri}: {topic}, range {format_key(key)} holds {rows} records where offsets"
@@ -101,13 +101,19 @@ def topic_extents(
     extents: list[Extent] = []
     for key in sorted(keys):
         place = places.get(key.partition)
-        ours = staging_ranges.get(key.partition) if staging_ranges is not None else None
-        if place is None or (staging_ranges is not None and ours is None):
+        staging_range = staging_ranges.get(key.partition) if staging_ranges is not None else None
+        if place is None or (staging_ranges is not None and staging_range is None):
             extents.append(Extent(key, key.first, key.first, False, None if staging_ranges is None else 0))
             continue
-        low, end = (max(place.low, ours.first), min(place.end, ours.end)) if ours else (place.low, place.end)
+        low, end = (
+            (max(place.low, staging_range.first), min(place.end, staging_range.end))
+            if staging_range
+            else (place.low, place.end)
+        )
         part = _clip(key, low, end)
-        extents.append(Extent(key, part.first, part.end, end >= key.end, part.end - part.first if ours else None))
+        extents.append(
+            Extent(key, part.first, part.end, end >= key.end, part.end - part.first if staging_range else None)
+        )
     return extents
 
 
@@ -116,9 +122,9 @@ def sink_extents(plan: SinkPlan, keys: Iterable[OffsetRange]) -> list[Extent]:
     extents: list[Extent] = []
     for key in sorted(keys):
         start = plan.starts.get(key.partition, key.first)
-        upcoming = plan.progress.next.get(key.partition, start)
-        part = _clip(key, start, upcoming)
-        extents.append(Extent(key, part.first, part.end, upcoming >= key.end, None))
+        next_offset = plan.progress.next.get(key.partition, start)
+        part = _clip(key, start, next_offset)
+        extents.append(Extent(key, part.first, part.end, next_offset >= key.end, None))
     return extents
 
 
@@ -131,14 +137,14 @@ def staging_schema(state: StagingState, topic: str) -> pa.Schema:
         "rule": "rule",
         "source": "source",
     }
-    have = state.schema
-    return pa.schema([have.field(name).with_name(new) for name, new in names.items() if name in have.names])
+    schema = state.schema
+    return pa.schema([schema.field(name).with_name(alias) for name, alias in names.items() if name in schema.names])
 
 
 def topic_schema(state: StagingState, topic: str) -> pa.Schema:
     """The columns of an output topic: of its records, not of the staging rows that they are made of."""
-    have = staging_schema(state, topic)
-    return pa.schema([field for field in have if field.name in ("key", "value")])
+    schema = staging_schema(state, topic)
+    return pa.schema([field for field in schema if field.name in ("key", "value")])
 
 
 def _clip(key: OffsetRange, first: int, end: int) -> OffsetRange:
@@ -150,10 +156,10 @@ def _count(uri: str, files: Sequence[DataFile], part: OffsetRange) -> int:
     """The records of a range. Every file must be there, whole; those that reach past the range are looked into."""
     parts = [item for item in files if not part.empty]
     # A replay's file lies between the offsets of others.
-    for before, after in pairwise([item for item in parts if not is_replay(item)]):
-        if (after.first or 0) <= (before.last or 0):
+    for previous_file, next_file in pairwise([item for item in parts if not is_replay(item)]):
+        if (next_file.first or 0) <= (previous_file.last or 0):
             raise LakeError(
-                f"table {uri}: the files {before.path} and {after.path} share offsets of partition {part.partition}:"
+                f"table {uri}: the files {previous_file.path} and {next_file.path} share offsets of partition {part.partition}:"
                 " records are there twice. Restore the table to a version before that was so."
             )
     total = 0
@@ -178,8 +184,8 @@ LAST_OFFSET = "last_offset"
 
 def last_offset(event: AssetMaterialization) -> int | None:
     """The last offset in an event's metadata; None for an empty range. Older versions called the offset ``last``."""
-    found = event.metadata.get(LAST_OFFSET, event.metadata.get("last"))
-    return found.value if found is not None and isinstance(found.value, int) else None
+    entry = event.metadata.get(LAST_OFFSET, event.metadata.get("last"))
+    return entry.value if entry is not None and isinstance(entry.value, int) else None
 
 
 def of_extent(extent: Extent, schema: pa.Schema | None = None) -> Metadata:
@@ -229,8 +235,8 @@ def report_raw(snapshot: Snapshot, context: OutputContext, topic: str, ranges: I
     state = snapshot.raw(topic)
     if state is None:
         raise LakeError(f"{snapshot.pipeline.input(topic).pool}.{topic} has no table after its ingest")
-    own, more = _keys(context, ranges)
-    _report(context, raw_extents(state, own), raw_extents(state, more), state.schema)
+    own_keys, other_keys = _keys(context, ranges)
+    _report(context, raw_extents(state, own_keys), raw_extents(state, other_keys), state.schema)
 
 
 def report_staging(snapshot: Snapshot, context: OutputContext, topic: str, ranges: Iterable[OffsetRange]) -> None:
@@ -239,13 +245,13 @@ def report_staging(snapshot: Snapshot, context: OutputContext, topic: str, range
     pool = snapshot.pipeline.output(topic).pool
     state = snapshot.staging(pool)
     parts = list(ranges)
-    own, more = _keys(context, parts)
-    refuse_ahead(pool, state, own)
+    own_keys, other_keys = _keys(context, parts)
+    refuse_ahead(pool, state, own_keys)
     counts = state.head.counts if state else {}
-    waiting = sum(n for (_, _, kind), n in counts.items() if kind == PENDING)
-    context.add_output_metadata({PENDING: waiting, **batch_metadata(snapshot, topic, parts)})
+    pending_count = sum(n for (_, _, kind), n in counts.items() if kind == PENDING)
+    context.add_output_metadata({PENDING: pending_count, **batch_metadata(snapshot, topic, parts)})
     schema = staging_schema(state, topic) if state else None
-    _report(context, staging_extents(state, topic, own), staging_extents(state, topic, more), schema)
+    _report(context, staging_extents(state, topic, own_keys), staging_extents(state, topic, other_keys), schema)
 
 
 def report_topic(snapshot: Snapshot, context: OutputContext, topic: str, ranges: Iterable[OffsetRange]) -> None:
@@ -253,10 +259,10 @@ def report_topic(snapshot: Snapshot, context: OutputContext, topic: str, ranges:
     topic_state = topic_states(snapshot.pipeline.kafka, [topic]).get(topic)
     pool = snapshot.pipeline.output(topic).pool
     state = snapshot.staging(pool)
-    own, more = _keys(context, ranges)
+    own_keys, other_keys = _keys(context, ranges)
     schema = topic_schema(state, topic) if state else None
     if topic_state is None:
-        _report(context, [Extent(key, key.first, key.first, False, 0) for key in own], [], schema)
+        _report(context, [Extent(key, key.first, key.first, False, 0) for key in own_keys], [], schema)
         return
     verified = snapshot.verified_parts(pool, topic)
     staging_ranges = {
@@ -266,8 +272,8 @@ def report_topic(snapshot: Snapshot, context: OutputContext, topic: str, ranges:
     }
     _report(
         context,
-        topic_extents(topic_state, own, staging_ranges),
-        topic_extents(topic_state, more, staging_ranges),
+        topic_extents(topic_state, own_keys, staging_ranges),
+        topic_extents(topic_state, other_keys, staging_ranges),
         schema,
     )
 
@@ -277,32 +283,34 @@ def report_table(context: OutputContext, plan: SinkPlan, ranges: Iterable[Offset
 
     EtlError for a range that lies ahead of the target's position.
     """
-    own, more = _keys(context, ranges)
-    for key in own:
-        upcoming = plan.progress.next.get(key.partition, plan.starts.get(key.partition, 0))
-        if key.first > upcoming:
+    own_keys, other_keys = _keys(context, ranges)
+    for key in own_keys:
+        next_offset = plan.progress.next.get(key.partition, plan.starts.get(key.partition, 0))
+        if key.first > next_offset:
             raise EtlError(
-                f"{plan.sink.name}/{plan.table.name}, range {format_key(key)} lies ahead of the next offset {upcoming} of"
-                f" partition {key.partition}. Run {format_key(key_of(key.partition, upcoming))} instead."
+                f"{plan.sink.name}/{plan.table.name}, range {format_key(key)} lies ahead of the next offset {next_offset} of"
+                f" partition {key.partition}. Run {format_key(key_of(key.partition, next_offset))} instead."
             )
-    _report(context, sink_extents(plan, own), sink_extents(plan, more), None)
+    _report(context, sink_extents(plan, own_keys), sink_extents(plan, other_keys), None)
 
 
 def _keys(context: OutputContext, ranges: Iterable[OffsetRange]) -> tuple[list[OffsetRange], list[OffsetRange]]:
     """The run's keys, and the other keys that ``ranges`` overlap."""
-    own = range_keys.run_keys(context.asset_partition_keys, context.asset_key.to_user_string())
-    return own, sorted(set(keys_over(ranges)) - set(own))
+    own_keys = range_keys.run_keys(context.asset_partition_keys, context.asset_key.to_user_string())
+    return own_keys, sorted(set(keys_over(ranges)) - set(own_keys))
 
 
-def _report(context: OutputContext, own: Sequence[Extent], more: Sequence[Extent], schema: pa.Schema | None) -> None:
-    for extent in own:
+def _report(
+    context: OutputContext, own_extents: Sequence[Extent], other_extents: Sequence[Extent], schema: pa.Schema | None
+) -> None:
+    for extent in own_extents:
         context.step_context.add_asset_metadata(
             of_extent(extent, schema), asset_key=context.asset_key, partition_key=format_key(extent.key)
         )
-    if more:
+    if other_extents:
         name = context.asset_partitions_def.name  # type: ignore[attr-defined]
-        range_keys.add_keys(context.step_context.instance, name, [extent.key for extent in more])
-    for extent in more:
+        range_keys.add_keys(context.step_context.instance, name, [extent.key for extent in other_extents])
+    for extent in other_extents:
         context.log_event(materialization(context.asset_key, extent, schema))
 
 

@@ -88,9 +88,9 @@ class AssetPosition:
         """The asset's path, as the cursor and the problems have it."""
         return "/".join(self.key.path)
 
-    def differs(self, before: Mapping[str, Any]) -> bool:
+    def differs(self, entry: Mapping[str, Any]) -> bool:
         """Whether the asset stands elsewhere than the cursor says."""
-        return before.get("next") != _as_json(self.next) or before.get("lag") != self.lag
+        return entry.get("next") != _as_json(self.next) or entry.get("lag") != self.lag
 
 
 def asset_positions(names: Names, facts: Facts) -> Iterator[AssetPosition]:
@@ -110,8 +110,8 @@ def asset_positions(names: Names, facts: Facts) -> Iterator[AssetPosition]:
             positions = {p: at for (topic, p), at in plan.head.outputs.items() if topic == item.topic}
             if positions:
                 base = {p: at.base for p, at in positions.items()}
-                upcoming = {p: at.next for p, at in positions.items()}
-                yield AssetPosition(names.pool_key(pool, item.topic), names.staging_job(pool), base, upcoming)
+                next_offsets = {p: at.next for p, at in positions.items()}
+                yield AssetPosition(names.pool_key(pool, item.topic), names.staging_job(pool), base, next_offsets)
     for topic, plan in facts.publish.items():
         if plan.topic_state is not None and plan.parts:
             yield AssetPosition(
@@ -128,32 +128,32 @@ def asset_positions(names: Names, facts: Facts) -> Iterator[AssetPosition]:
 
 
 def news(
-    facts: Facts, instance: DagsterInstance, asset: AssetPosition, before: Mapping[str, Any], now: float
+    facts: Facts, instance: DagsterInstance, asset: AssetPosition, entry: Mapping[str, Any], now: float
 ) -> tuple[list[News], dict[str, Any]]:
-    """Events of the ranges in which an asset moved since ``before`` and which no run has reported as they are now; and
+    """Events of the ranges in which an asset moved since ``entry`` and which no run has reported as they are now; and
     what the cursor says of the asset after them.
 
-    ``before`` and the second result: ``next`` (partition → offset up to which all is reported), ``lag``, ``turn`` (the
+    ``entry`` and the second result: ``next`` (partition → offset up to which all is reported), ``lag``, ``turn`` (the
     partition whose turn is first), ``used`` (seconds since the epoch up to which the asset's time is used up).
     """
-    busy_until = max(float(before.get("used", 0.0)), now - SAVED_SECONDS)
+    busy_until = max(float(entry.get("used", 0.0)), now - SAVED_SECONDS)
     has_turn = busy_until <= now
-    position, keys, turn = _turn(asset, before, has_turn)
+    position, keys, turn = _turn(asset, entry, has_turn)
     fresh = [key for key in keys if key not in _known_ranges(instance, asset, keys)]
-    more = {} if asset.lag is None else {"lag": asset.lag}
+    lag_metadata = {} if asset.lag is None else {"lag": asset.lag}
     extents, schema = _extents(facts, asset, fresh)
-    events: list[News] = [reports.materialization(asset.key, extent, schema, more) for extent in extents]
+    events: list[News] = [reports.materialization(asset.key, extent, schema, lag_metadata) for extent in extents]
     cost = sum(not extent.complete for extent in extents)
-    lag = asset.lag if events else before.get("lag")
+    lag = asset.lag if events else entry.get("lag")
     if has_turn and lag != asset.lag:
-        events.append(AssetObservation(asset.key, metadata=more))
+        events.append(AssetObservation(asset.key, metadata=lag_metadata))
         cost, lag = cost + 1, asset.lag
-    after: dict[str, Any] = {"next": _as_json(position), "lag": lag}
+    new_entry: dict[str, Any] = {"next": _as_json(position), "lag": lag}
     if turn is not None:
-        after["turn"] = turn
+        new_entry["turn"] = turn
     if cost or busy_until > now - SAVED_SECONDS:
-        after["used"] = round(busy_until + cost * EVENT_SECONDS, 1)
-    return events, after
+        new_entry["used"] = round(busy_until + cost * EVENT_SECONDS, 1)
+    return events, new_entry
 
 
 def _as_json(position: Positions) -> dict[str, int]:
@@ -161,18 +161,18 @@ def _as_json(position: Positions) -> dict[str, int]:
 
 
 def _turn(
-    asset: AssetPosition, before: Mapping[str, Any], has_turn: bool
+    asset: AssetPosition, entry: Mapping[str, Any], has_turn: bool
 ) -> tuple[dict[int, int], list[OffsetRange], int | None]:
     """Each partition's position after this tick, the ranges of this tick, and the partition whose turn is first in the
     next one (None: any). ``has_turn``: whether ranges that still grow have their turn."""
-    old = {int(p): end for p, end in before.get("next", {}).items()}
-    first = before.get("turn", -1)
+    old_offsets = {int(p): end for p, end in entry.get("next", {}).items()}
+    first = entry.get("turn", -1)
     position: dict[int, int] = {}
     keys: list[OffsetRange] = []
     turn: int | None = None
     for partition in sorted(asset.next, key=lambda p: (p < first, p)):
         end = asset.next[partition]
-        at = min(old.get(partition, asset.first.get(partition, end)), end)
+        at = min(old_offsets.get(partition, asset.first.get(partition, end)), end)
         for key in keys_over([OffsetRange(partition, at, end)]):
             if key.end > end and not has_turn:
                 break
@@ -282,26 +282,26 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
     Raises TickFailure for lasting problems, but only in some ticks. The other ticks request runs (see ``runs``).
     """
     pipeline = names.pipeline
-    before: dict[str, Any] = json.loads(cursor) if cursor else {}
+    old_state: dict[str, Any] = json.loads(cursor) if cursor else {}
     facts = gather(pipeline)
     texts = dict(facts.problems)
     active = runs.ActiveRuns(instance)
     changes: list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest] = []
     keys_by_definition: dict[str, list[str]] = {}
     for grid in grids(names, facts):
-        keys_by_definition[grid.definition], more = definition_keys(instance, active, grid)
-        changes += more
+        keys_by_definition[grid.definition], grid_changes = definition_keys(instance, active, grid)
+        changes += grid_changes
     events: list[News | AssetCheckEvaluation] = []
-    after = dict(before)
+    new_state = dict(old_state)
     for asset in asset_positions(names, facts):
-        old = before.get(asset.place, {})
-        if not asset.differs(old):
+        entry = old_state.get(asset.place, {})
+        if not asset.differs(entry):
             continue
         if asset.job is not None and active.holds(asset.job, [asset.key]):
             # Its run reports it.
             continue
         try:
-            asset_news, after[asset.place] = news(facts, instance, asset, old, now)
+            asset_news, new_state[asset.place] = news(facts, instance, asset, entry, now)
         except Exception as error:
             # Whatever it is, the other assets are reported.
             texts.setdefault(asset.place, error_line(error))
@@ -309,45 +309,45 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
         events += asset_news
     requests: list[RunRequest] = []
     notes: list[str] = []
-    for step, last in _in_turn(pipeline, instance, due_steps(names, facts)):
+    for step, history in _in_turn(pipeline, instance, due_steps(names, facts)):
         keys = keys_of_run(step, keys_by_definition[step.partitions])
         if not keys:
             # Dagster does not know them yet: a later tick adds them.
             continue
         if step.awaits:
             if active.count(pipeline.name) + len(requests) <= MOST_RUNS and _starts_now(
-                names, instance, active, step, last, requests
+                names, instance, active, step, history, requests
             ):
                 requests.append(_request(pipeline, step, keys))
         elif under_way := active.holds(step.job, step.assets):
             notes.append(f"{step.job}: {under_way}")
         elif reason := _hold_reason(pipeline, instance, step):
             texts[step.job] = reason
-        elif reason := runs.backoff_reason(last):
+        elif reason := runs.backoff_reason(history):
             texts[step.job] = reason
-            remainder = step.rest(runs.failed_ops(instance, last[0].dagster_run.run_id))
+            remainder = step.rest(runs.failed_ops(instance, history[0].dagster_run.run_id))
             tag = REST + step.job
-            again = runs.request_history(instance, pipeline.name, step.job, tag)
+            rest_history = runs.request_history(instance, pipeline.name, step.job, tag)
             free = active.count(pipeline.name) + len(requests) < MOST_RUNS
-            if remainder is not None and free and not runs.backoff_reason(again):
+            if remainder is not None and free and not runs.backoff_reason(rest_history):
                 requests.append(_request(pipeline, remainder, keys, tag))
         elif active.count(pipeline.name) + len(requests) >= MOST_RUNS:
             notes.append(f"{step.job}: waits, for {MOST_RUNS} runs are under way")
         else:
             requests.append(_request(pipeline, step, keys))
     idle = not (requests or events or changes or notes or texts)
-    if idle and not before.get(FIRST_CHECKS) and not active.count(pipeline.name):
-        requests, after[FIRST_CHECKS] = _first_checks(names, facts, instance)
-    current = troubles(texts, before, now)
-    results, after[REACHABILITY] = reachability(names, facts, current, before)
+    if idle and not old_state.get(FIRST_CHECKS) and not active.count(pipeline.name):
+        requests, new_state[FIRST_CHECKS] = _first_checks(names, facts, instance)
+    current_troubles = troubles(texts, old_state, now)
+    results, new_state[REACHABILITY] = reachability(names, facts, current_troubles, old_state)
     events += results
-    after[PROBLEMS] = current.since
-    if current.red(idle=not (requests or events or changes)):
-        raise TickFailure("\n".join([f"Pipeline {pipeline.name} has problems that last:", *current.lines]))
+    new_state[PROBLEMS] = current_troubles.since
+    if current_troubles.red(idle=not (requests or events or changes)):
+        raise TickFailure("\n".join([f"Pipeline {pipeline.name} has problems that last:", *current_troubles.lines]))
     return SensorResult(
         run_requests=requests,
-        skip_reason=None if requests else "; ".join([*current.lines, *notes]) or "Everything is up to date.",
-        cursor=json.dumps(after, sort_keys=True),
+        skip_reason=None if requests else "; ".join([*current_troubles.lines, *notes]) or "Everything is up to date.",
+        cursor=json.dumps(new_state, sort_keys=True),
         dynamic_partitions_requests=changes,
         asset_events=events,
     )
@@ -370,15 +370,17 @@ def definition_keys(
     """
     keys = list(instance.get_dynamic_partitions(grid.definition))
     changes: list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest] = []
-    known, grid_keys = set(keys), list(range_keys.keys_of(grid.spans))
-    others = sorted(known.difference(grid_keys))
-    strange = [key for key in others if (part := range_of(key)) is None or part.partition not in grid.partitions]
-    if strange and not active.holds(grid.job, grid.assets):
-        changes.append(DeleteDynamicPartitionsRequest(grid.definition, strange))
-        keys = [key for key in keys if key not in strange]
-    if new := range_keys.new_keys(known, grid_keys)[:MOST_KEYS]:
-        changes.append(AddDynamicPartitionsRequest(grid.definition, new))
-    return keys + new, changes
+    old_keys, grid_keys = set(keys), list(range_keys.keys_of(grid.spans))
+    other_keys = sorted(old_keys.difference(grid_keys))
+    strange_keys = [
+        key for key in other_keys if (part := range_of(key)) is None or part.partition not in grid.partitions
+    ]
+    if strange_keys and not active.holds(grid.job, grid.assets):
+        changes.append(DeleteDynamicPartitionsRequest(grid.definition, strange_keys))
+        keys = [key for key in keys if key not in strange_keys]
+    if new_keys := range_keys.new_keys(old_keys, grid_keys)[:MOST_KEYS]:
+        changes.append(AddDynamicPartitionsRequest(grid.definition, new_keys))
+    return keys + new_keys, changes
 
 
 def _in_turn(
@@ -388,8 +390,8 @@ def _in_turn(
     pairs = [(step, runs.request_history(instance, pipeline.name, step.job)) for step in steps]
 
     def turn(pair: tuple[DueStep, Sequence[RunRecord]]) -> tuple[bool, float]:
-        step, last = pair
-        return bool(step.awaits), last[0].create_timestamp.timestamp() if last else 0.0
+        step, history = pair
+        return bool(step.awaits), history[0].create_timestamp.timestamp() if history else 0.0
 
     return sorted(pairs, key=turn)
 
@@ -399,7 +401,7 @@ def _starts_now(
     instance: DagsterInstance,
     active: runs.ActiveRuns,
     step: DueStep,
-    last: Sequence[RunRecord],
+    history: Sequence[RunRecord],
     requests: Sequence[RunRequest],
 ) -> bool:
     """Whether a step that awaits ingest may start together with ingest: this tick asks for all of the ingest, and nothing
@@ -407,7 +409,7 @@ def _starts_now(
     jobs = {request.job_name for request in requests}
     if any(names.ingest_job(topic) not in jobs for topic in step.awaits):
         return False
-    if active.holds(step.job, step.assets) or runs.backoff_reason(last):
+    if active.holds(step.job, step.assets) or runs.backoff_reason(history):
         return False
     return _hold_reason(names.pipeline, instance, step) is None
 
@@ -426,8 +428,8 @@ def _first_checks(names: Names, facts: Facts, instance: DagsterInstance) -> tupl
         if plan.state is not None
         for check in BLOCKING
     ]
-    missing = any(instance.get_latest_asset_check_evaluation_record(key) is None for key in keys)
-    if not missing or offsets > FIRST_OFFSETS:
+    is_unchecked = any(instance.get_latest_asset_check_evaluation_record(key) is None for key in keys)
+    if not is_unchecked or offsets > FIRST_OFFSETS:
         return [], True
     job = names.checks_job
     return [RunRequest(job_name=job, tags={PIPELINE_TAG: names.pipeline.name, STEP_TAG: job})], True

@@ -52,18 +52,18 @@ def batch_metadata(snapshot: Snapshot, topic: str, ranges: Iterable[OffsetRange]
         return {}
     tables = {table_of(item).name: table_of(item) for rule in rules for item in rule.tables}
     files = [state_files(state, table) for table in tables.values()]
-    upserts, tombstones = _emitted(state, topic, ranges)
-    found: Metadata = {
-        STATE_ROWS: sum(each.records for each in files),
-        STATE_BYTES: sum(item.size for each in files for item in each.all),
+    upserts, tombstones = _emission_counts(state, topic, ranges)
+    metadata: Metadata = {
+        STATE_ROWS: sum(table_files.records for table_files in files),
+        STATE_BYTES: sum(item.size for table_files in files for item in table_files.all),
         UPSERTS: upserts,
         TOMBSTONES: tombstones,
     }
-    changed = _last_change(snapshot, state, topic)
-    if changed is not None:
-        found[LAST_CHANGE] = MetadataValue.timestamp(changed)
-        found[IDLE_SECONDS] = round(max(0.0, time.time() - changed), 1)
-    return found
+    change_time = _last_change(snapshot, state, topic)
+    if change_time is not None:
+        metadata[LAST_CHANGE] = MetadataValue.timestamp(change_time)
+        metadata[IDLE_SECONDS] = round(max(0.0, time.time() - change_time), 1)
+    return metadata
 
 
 def _rules(pipeline: Pipeline, topic: str) -> list[Rule]:
@@ -75,7 +75,7 @@ def _code(sql: str) -> str:
     return f"```sql\n{sql}\n```"
 
 
-def _emitted(state: StagingState, topic: str, ranges: Iterable[OffsetRange]) -> tuple[int, int]:
+def _emission_counts(state: StagingState, topic: str, ranges: Iterable[OffsetRange]) -> tuple[int, int]:
     """The upserts and the tombstones at some output offsets."""
     name, counts = value_column(topic), [0, 0]
     leaf = next(_leaves(state.schema.field(name))) if name in state.schema.names else None
@@ -87,9 +87,9 @@ def _emitted(state: StagingState, topic: str, ranges: Iterable[OffsetRange]) -> 
             table = storage.read_file(state.uri(item), columns)
             offsets = table["kafka"].combine_chunks().field("offset").to_numpy()
             inside = (offsets >= part.first) & (offsets < part.end)
-            there = table[name].is_valid().to_numpy()[inside].sum() if name in table.column_names else 0
-            counts[0] += int(there)
-            counts[1] += int(inside.sum()) - int(there)
+            upserts = table[name].is_valid().to_numpy()[inside].sum() if name in table.column_names else 0
+            counts[0] += int(upserts)
+            counts[1] += int(inside.sum()) - int(upserts)
     return counts[0], counts[1]
 
 
@@ -107,16 +107,18 @@ def _last_change(snapshot: Snapshot, state: StagingState, topic: str) -> float |
     """The time of the latest raw record that changed the output, in seconds since the epoch; None if it is not there any more."""
     sources: list[dict[str, Any]] = []
     for partition, position in state.head.positions(topic).items():
-        last = position.next - 1
-        if last >= position.base:
-            row = rows_at(state.table.uri, state.output_files(topic), partition, [last], ["source"]).get(last, {})
+        last_offset = position.next - 1
+        if last_offset >= position.base:
+            row = rows_at(state.table.uri, state.output_files(topic), partition, [last_offset], ["source"]).get(
+                last_offset, {}
+            )
             sources += row.get("source") or ()
     times: list[float] = []
     for place in sources:
-        known = any(item.topic == place["topic"] for item in snapshot.pipeline.inputs)
-        raw = snapshot.raw(place["topic"]) if known else None
+        is_input = any(item.topic == place["topic"] for item in snapshot.pipeline.inputs)
+        raw = snapshot.raw(place["topic"]) if is_input else None
         if raw is not None:
             files = raw_files(raw, [OffsetRange(place["partition"], place["offset"], place["offset"] + 1)])
-            found = rows_at(raw.table.uri, files, place["partition"], [place["offset"]], []).get(place["offset"])
-            times += [found["kafka"]["time"].timestamp()] if found else []
+            record = rows_at(raw.table.uri, files, place["partition"], [place["offset"]], []).get(place["offset"])
+            times += [record["kafka"]["time"].timestamp()] if record else []
     return max(times, default=None)
