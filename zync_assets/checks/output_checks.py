@@ -103,7 +103,7 @@ def source_order(pipeline: Pipeline, pool: str, snapshot: Snapshot | None = None
         state = snapshot.staging(pool)
     except TableDamaged as error:
         return conclude(SOURCE_ORDER, pool, "warn", [str(error)], "", {"late": 0})
-    news = {} if state is None else _unaccepted(snapshot, pool, state)
+    news = {} if state is None else _unaccepted_counts(snapshot, pool, state)
     late = {place: count for place, count in news.items() if isinstance(place, tuple)}
     transactions = state.head.transactions if state else {}
     cure = f"Then `{pipeline.command('check', '--accept', 'source_order')}` accepts it"
@@ -153,9 +153,9 @@ def _order_counts(state: StagingState) -> dict[tuple[str, int] | str, int]:
     return {**late, **{domain: item.incomplete for domain, item in sorted(state.head.transactions.items())}}
 
 
-def _unaccepted(snapshot: Snapshot, pool: str, state: StagingState) -> dict[tuple[str, int] | str, int]:
-    known = snapshot.check_state(pool)
-    accepted = partial(known.accepted, SOURCE_ORDER, state.table_id)
+def _unaccepted_counts(snapshot: Snapshot, pool: str, state: StagingState) -> dict[tuple[str, int] | str, int]:
+    check_state = snapshot.check_state(pool)
+    accepted = partial(check_state.accepted, SOURCE_ORDER, state.table_id)
     news = {place: count - accepted(_subject(place)) for place, count in _order_counts(state).items()}
     return {place: count for place, count in news.items() if count > 0}
 
@@ -171,13 +171,13 @@ def _age_problems(
     # A record's time never runs back within its partition: the lowest pending offset is the oldest.
     oldest: list[tuple[float, str]] = []
     for (topic, partition), place_facts in facts.items():
-        waiting = place_facts.waiting
-        when = raw_checks.raw_time(snapshot, topic, partition, int(waiting[0])) if len(waiting) else None
-        if when is not None:
-            oldest.append((when, f"{topic} {partition}:{waiting[0]}"))
+        offsets = place_facts.waiting
+        record_time = raw_checks.raw_time(snapshot, topic, partition, int(offsets[0])) if len(offsets) else None
+        if record_time is not None:
+            oldest.append((record_time, f"{topic} {partition}:{offsets[0]}"))
     if oldest:
-        when, place = min(oldest)
-        age = max(0.0, now - when)
+        record_time, place = min(oldest)
+        age = max(0.0, now - record_time)
         numbers["oldest_seconds"] = round(age, 3)
         numbers["oldest"] = place
         if age > max_age:
@@ -255,18 +255,18 @@ def staging_equals_topic(
     problems += [str(error)] if not problems and (error := partitions_error(positions, topic_state, recreate)) else []
     if not problems:
         parts = [_Part(p, item, verified.get(p), highs.get(p, 0), len(positions)) for p, item in positions.items()]
-        asked = ranges if not backlog else [OffsetRange(p, verified.get(p, 0), NO_END) for p in positions]
+        look_ranges = ranges if not backlog else [OffsetRange(p, verified.get(p, 0), NO_END) for p in positions]
         try:
             problems += [line for part in parts for line in part.watermark_problems(numbers)]
-            problems += _content_problems(pipeline, state, topic_state, parts, publish_state, asked, numbers)
+            problems += _content_problems(pipeline, state, topic_state, parts, publish_state, look_ranges, numbers)
         except (LakeError, SchemaError) as error:
             problems.append(str(error))
         except FileNotFoundError as error:
             problems.append(
                 f"a file of {table_name(pool, topic)} is in the log and not in the lake: {error.filename or error}"
             )
-    good = f"{numbers['compared']} records are staging's"
-    return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, good, numbers)
+    summary = f"{numbers['compared']} records are staging's"
+    return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, summary, numbers)
 
 
 @dataclass(frozen=True)
@@ -323,37 +323,37 @@ def _content_problems(
     ranges: Iterable[OffsetRange] | None,
     numbers: dict[str, Number],
 ) -> Iterator[str]:
-    lows, whole = {item.partition: item.low for item in topic_state.partitions}, list[OffsetRange]()
+    lows, all_ranges = {item.partition: item.low for item in topic_state.partitions}, list[OffsetRange]()
     for place in places:
         first = max(place.position.base, lows.get(place.partition, 0))
-        whole.append(OffsetRange(place.partition, first, max(first, min(place.position.next, place.high))))
-    parts = normalize(whole) if ranges is None else subtract(whole, subtract(whole, ranges))
+        all_ranges.append(OffsetRange(place.partition, first, max(first, min(place.position.next, place.high))))
+    parts = normalize(all_ranges) if ranges is None else subtract(all_ranges, subtract(all_ranges, ranges))
     tolerates_gaps = bool(parts) and is_compacted(pipeline.kafka, topic_state.topic)
     outputs = staged_topic(state, topic_state.topic, pipeline.registry)
     schemas: set[WrittenSchema] = set()
     texts = {place.partition: place.text for place in places}
     comparisons, gaps = 0, 0
     for part in parts:
-        ours = _RowBuffer(encoded_rows(outputs, part, schemas))
+        buffer = _RowBuffer(encoded_rows(outputs, part, schemas))
         # Nothing is published in transactions: what one holds is foreign, be it open, committed or aborted.
-        theirs = read_range(pipeline.kafka, topic_state.topic, part.partition, part.first, part.end, uncommitted=True)
-        for mine, other in _side_by_side(ours, theirs, part):
-            offsets = integers(other.column("offset"))
-            missing = np.setdiff1d(integers(mine["offset"]), offsets, assume_unique=True)
-            gaps += len(missing)
-            if len(missing) and not tolerates_gaps:
-                yield f"{texts[part.partition]}the topic holds no record at offset {missing[0]}, where staging holds one"
+        batches = read_range(pipeline.kafka, topic_state.topic, part.partition, part.first, part.end, uncommitted=True)
+        for rows, records in _side_by_side(buffer, batches, part):
+            offsets = integers(records.column("offset"))
+            gap_offsets = np.setdiff1d(integers(rows["offset"]), offsets, assume_unique=True)
+            gaps += len(gap_offsets)
+            if len(gap_offsets) and not tolerates_gaps:
+                yield f"{texts[part.partition]}the topic holds no record at offset {gap_offsets[0]}, where staging holds one"
                 return
-            whole = len(offsets) == mine.num_rows
-            counterpart = mine if whole else mine.take(pa.array(offsets - integers(mine["offset"])[0]))
-            differs = _differs(counterpart["key"], other.column("key")) | _differs(
-                counterpart["value"], other.column("value")
+            is_complete = len(offsets) == rows.num_rows
+            counterpart = rows if is_complete else rows.take(pa.array(offsets - integers(rows["offset"])[0]))
+            differs = _differs(counterpart["key"], records.column("key")) | _differs(
+                counterpart["value"], records.column("value")
             )
-            differs |= header_differences(counterpart["headers"], other.column("headers"))
+            differs |= header_differences(counterpart["headers"], records.column("headers"))
             alike = alike_ids(outputs, schemas, publish_state)
             for at in np.flatnonzero(differs).tolist():
                 left, right = (
-                    tuple(table[name][at].as_py() for name in ENCODED_SCHEMA.names) for table in (counterpart, other)
+                    tuple(table[name][at].as_py() for name in ENCODED_SCHEMA.names) for table in (counterpart, records)
                 )
                 if not is_same(left, right, alike):
                     yield f"{texts[part.partition]}the record at offset {offsets[at]} is not staging's"
@@ -377,22 +377,22 @@ class _RowBuffer:
 
 
 def _side_by_side(
-    ours: _RowBuffer, theirs: Iterable[pa.RecordBatch], part: OffsetRange
+    buffer: _RowBuffer, batches: Iterable[pa.RecordBatch], part: OffsetRange
 ) -> Iterator[tuple[pa.Table, pa.Table]]:
     """Kafka's records batch by batch, each with all staged rows of its span; at last what staging has beyond."""
     first = part.first
-    for batch in theirs:
+    for batch in batches:
         end = int(integers(batch.column("offset"))[-1]) + 1
-        yield ours.take(end - first), pa.Table.from_batches([batch])
+        yield buffer.take(end - first), pa.Table.from_batches([batch])
         first = end
     if first < part.end:
-        yield ours.take(part.end - first), ENCODED_SCHEMA.empty_table()
+        yield buffer.take(part.end - first), ENCODED_SCHEMA.empty_table()
 
 
-def _differs(mine: pa.ChunkedArray, other: pa.ChunkedArray) -> np.ndarray:
+def _differs(left: pa.ChunkedArray, right: pa.ChunkedArray) -> np.ndarray:
     """A mask of the rows in which two columns differ. Null equals only null."""
-    equal = pc.fill_null(pc.equal(mine, other), False)
-    both_null = pc.and_(pc.is_null(mine), pc.is_null(other))
+    equal = pc.fill_null(pc.equal(left, right), False)
+    both_null = pc.and_(pc.is_null(left), pc.is_null(right))
     return ~np.asarray(pc.or_(equal, both_null).to_numpy(), dtype=bool)
 
 
@@ -404,10 +404,10 @@ def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
     work = [(Future[CheckResult](), check) for check in each_check(pipeline)]
     results = [result for result, _ in work]
     # The last checks take longest: they compare the content of topics. Threads share the iterator, whose step is atomic.
-    upcoming = reversed(work)
+    queue = reversed(work)
 
     def run() -> None:
-        for result, check in upcoming:
+        for result, check in queue:
             try:
                 result.set_result(check())
             except BaseException as error:
@@ -428,15 +428,15 @@ def each_check(pipeline: Pipeline) -> list[Callable[[], CheckResult]]:
     """The checks in the order of the data's way, without those of sinks. No two checks share a snapshot."""
     checks: list[Callable[[], CheckResult]] = []
     for item in pipeline.inputs:
-        blocking = [partial(check, pipeline, item.topic, None) for check in raw_checks.BLOCKING.values()]
-        checks += [partial(record_check, pipeline, item.pool, check) for check in blocking]
-        others = raw_checks.schema_change, raw_checks.quarantine_size
-        checks += [partial(check, pipeline, item.topic) for check in others]
+        blocking_checks = [partial(check, pipeline, item.topic, None) for check in raw_checks.BLOCKING.values()]
+        checks += [partial(record_check, pipeline, item.pool, check) for check in blocking_checks]
+        other_checks = raw_checks.schema_change, raw_checks.quarantine_size
+        checks += [partial(check, pipeline, item.topic) for check in other_checks]
     for pool in pipeline.staging_pools:
         topics = [output.topic for output in pipeline.outputs_of(pool)]
-        blocking = [partial(exactly_once_done_coverage, pipeline, pool)]
-        blocking += [partial(contiguous_output_offsets, pipeline, topic) for topic in topics]
-        checks += [partial(record_check, pipeline, pool, check) for check in blocking]
+        blocking_checks = [partial(exactly_once_done_coverage, pipeline, pool)]
+        blocking_checks += [partial(contiguous_output_offsets, pipeline, topic) for topic in topics]
+        checks += [partial(record_check, pipeline, pool, check) for check in blocking_checks]
         checks += [partial(check, pipeline, pool) for check in (pending_age, source_order)]
         checks += [partial(staging_equals_topic, pipeline, topic) for topic in topics]
     return checks

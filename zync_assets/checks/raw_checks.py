@@ -52,9 +52,9 @@ def schema_changes(
     texts_by_side: dict[str, list[str]] = {"key": [], "value": []}
     for side, texts in texts_by_side.items():
         writers = [item for item in state.writers if item.side == side]
-        for before, item in pairwise(writers):
+        for prior, item in pairwise(writers):
             if item.changes and (parts is None or any(_is_in(item, part) for part in parts)):
-                change = f"partition {item.partition}, offset {item.offset}: {_diff(registry, before, item)}".rstrip(
+                change = f"partition {item.partition}, offset {item.offset}: {_diff(registry, prior, item)}".rstrip(
                     ": "
                 )
                 name = "a new schema" if item.id is None else f"id {item.id}"
@@ -66,11 +66,11 @@ def _is_in(item: WriterSchema, part: OffsetRange) -> bool:
     return part.partition == item.partition and part.first <= item.offset < part.end
 
 
-def _diff(registry: Registry | None, before: WriterSchema, item: WriterSchema) -> str:
-    if registry is None or before.id is None or item.id is None:
+def _diff(registry: Registry | None, prior: WriterSchema, item: WriterSchema) -> str:
+    if registry is None or prior.id is None or item.id is None:
         return ""
     try:
-        types = [arrow_type(registry.schema(schema.id)) for schema in (before, item) if schema.id is not None]
+        types = [arrow_type(registry.schema(schema.id)) for schema in (prior, item) if schema.id is not None]
     except (RegistryError, SchemaError):
         return ""
     return "; ".join(differences(types[0], types[1], item.side))
@@ -173,8 +173,8 @@ def no_unexplained_loss(
                 problems += _compare(state, side, OffsetRange(part.partition, first, end), reader, totals)
     except DamagedFile as error:
         problems.append(str(error))
-    good = f"all {totals['compared']} records that Kafka still holds are here once"
-    return conclude(NO_LOSS, place, "error", problems, good, {**totals, **numbers}, look)
+    summary = f"all {totals['compared']} records that Kafka still holds are here once"
+    return conclude(NO_LOSS, place, "error", problems, summary, {**totals, **numbers}, look)
 
 
 BLOCKING: Mapping[str, Callable[..., CheckResult]] = {MONOTONIC: monotonic_offsets, NO_LOSS: no_unexplained_loss}
@@ -290,20 +290,20 @@ def _empty_result(name: str, pipeline: Pipeline, topic: str, severity: Severity)
 
 def _ingest_ranges(state: RawState, ranges: Iterable[OffsetRange] | None) -> list[OffsetRange]:
     """The ingested offsets of ``ranges``; every ingested offset if ``ranges`` is None."""
-    whole = [OffsetRange(p, state.first.get(p, 0), end) for p, end in sorted(state.next.items())]
-    return normalize(whole) if ranges is None else subtract(whole, subtract(whole, ranges))
+    all_ranges = [OffsetRange(p, state.first.get(p, 0), end) for p, end in sorted(state.next.items())]
+    return normalize(all_ranges) if ranges is None else subtract(all_ranges, subtract(all_ranges, ranges))
 
 
 def _replay_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str]:
     """Offsets of replays that another file has too."""
     try:
         for partition, offsets in raw.replay_offsets(state).items():
-            again = offsets[:-1][np.diff(offsets) == 0]
+            repeats = offsets[:-1][np.diff(offsets) == 0]
             first, end = int(offsets[0]), int(offsets[-1]) + 1
             batch_files = [item for item in files if item.partition == partition and not raw.is_replay(item)]
             near = [item for item in batch_files if (item.first or 0) < end and first <= (item.last or 0)]
-            present = FileOffsets(state.table.uri, near).between(first, end)
-            for offset in [*again, *np.intersect1d(distinct(present), distinct(offsets), assume_unique=True)][:1]:
+            in_batch = FileOffsets(state.table.uri, near).between(first, end)
+            for offset in [*repeats, *np.intersect1d(distinct(in_batch), distinct(offsets), assume_unique=True)][:1]:
                 yield f"partition {partition}: offset {offset} was replayed and is there twice"
     except (DamagedFile, LakeError) as error:
         yield str(error)
@@ -350,67 +350,73 @@ def _compare(
 ) -> list[str]:
     raw_offsets = FileOffsets(state.table.uri, raw.raw_files(state, [part]))
     aside = side.offsets(part.partition)
-    missing: list[int] = []
+    missing_offsets: list[int] = []
     doubles: list[int] = []
     for first, offsets in reader:
         end = int(offsets[-1]) + 1 if len(offsets) else part.end
-        ours = np.concatenate([raw_offsets.between(first, end), aside[(aside >= first) & (aside < end)]])
+        lake_offsets = np.concatenate([raw_offsets.between(first, end), aside[(aside >= first) & (aside < end)]])
         totals["compared"] += len(offsets)
-        if np.array_equal(ours, offsets):
+        if np.array_equal(lake_offsets, offsets):
             continue
-        present, times = np.unique(ours, return_counts=True)
-        absent = side.unexplained(part.partition, np.setdiff1d(offsets, present, assume_unique=True))
-        totals["missing"] += len(absent)
+        distinct_offsets, times = np.unique(lake_offsets, return_counts=True)
+        lost_offsets = side.unexplained(part.partition, np.setdiff1d(offsets, distinct_offsets, assume_unique=True))
+        totals["missing"] += len(lost_offsets)
         totals["doubled"] += int((times > 1).sum())
         # Compaction and retention may take a record after it was ingested: no loss of ours.
-        totals["gone_from_kafka"] += len(np.setdiff1d(present, offsets, assume_unique=True))
-        missing += absent[:1].tolist()
-        doubles += present[times > 1][:1].tolist()
+        totals["gone_from_kafka"] += len(np.setdiff1d(distinct_offsets, offsets, assume_unique=True))
+        missing_offsets += lost_offsets[:1].tolist()
+        doubles += distinct_offsets[times > 1][:1].tolist()
     place = f"partition {part.partition} of topic {state.table.uri.rsplit('/', 1)[-1]}"
-    problems = [f"the record at offset {missing[0]} in {place} is in Kafka and not in the lake"] if missing else []
+    problems = (
+        [f"the record at offset {missing_offsets[0]} in {place} is in Kafka and not in the lake"]
+        if missing_offsets
+        else []
+    )
     return problems + ([f"the record at offset {doubles[0]} in {place} is in the lake twice"] if doubles else [])
 
 
 def raw_time(snapshot: Snapshot, topic: str, partition: int, offset: int) -> float | None:
     """The time of a raw record, in seconds since the epoch; None where there is no such record, and of a topic that is no
     input any more. Raises LakeError."""
-    found = _state_of(snapshot, topic)
-    if found is None:
+    input_state = _state_of(snapshot, topic)
+    if input_state is None:
         return None
-    files = raw.raw_files(found[1], [OffsetRange(partition, offset, offset + 1)])
-    row = rows_at(found[1].table.uri, files, partition, [offset], []).get(offset)
+    files = raw.raw_files(input_state[1], [OffsetRange(partition, offset, offset + 1)])
+    row = rows_at(input_state[1].table.uri, files, partition, [offset], []).get(offset)
     return None if row is None else row["kafka"]["time"].timestamp()
 
 
 def began_anew(snapshot: Snapshot, topic: str, partition: int, offset: int) -> bool | None:
     """Whether the log of the source began anew before a raw record. The positions of the record, and of later records in its
     file, are then below the order that they have. None where the table does not show the positions."""
-    found = _state_of(snapshot, topic)
-    if found is None:
+    input_state = _state_of(snapshot, topic)
+    if input_state is None:
         return None
-    item, state = found
+    item, state = input_state
     files = raw.raw_files(state, [OffsetRange(partition, offset, offset + 1)])
     path = (item.order and item.order.path) or ("value", "source")
     fields = [("kafka", "offset"), path, (ORDER,)]
-    each: list[bool] = []
+    answers: list[bool] = []
     try:
         for rows in rows_within(state.table.uri, files, [OffsetRange(partition, offset, 1 << 62)], fields):
             columns = {name: rows.column(name) for name in rows.schema.names}
-            own = own_orders(topic, item.order, columns) if path[0] in columns and ORDER in columns else None
-            if own is not None:
-                each += _below(own, columns[ORDER])
+            positions = own_orders(topic, item.order, columns) if path[0] in columns and ORDER in columns else None
+            if positions is not None:
+                answers += _below(positions, columns[ORDER])
     except (LakeError, SchemaError):
         return None
-    return all(each) if each else None
+    return all(answers) if answers else None
 
 
-def _below(own: pa.StructArray, carried: pa.StructArray) -> list[bool]:
+def _below(positions: pa.StructArray, orders: pa.StructArray) -> list[bool]:
     """Whether all of some positions lie below the orders of their records; empty where the records have none. A record of a
     snapshot has none."""
-    (high, low), (most, least) = ([pc.struct_field(each, name) for name in ("high", "low")] for each in (own, carried))
-    is_below = pc.or_(pc.less(high, most), pc.and_(pc.equal(high, most), pc.less(low, least)))
-    known = is_below.filter(pc.not_equal(high, pa.scalar(LOWEST[0], pa.int64())))
-    return [bool(pc.all(known).as_py())] if len(known) else []
+    (high, low), (order_high, order_low) = (
+        [pc.struct_field(values, name) for name in ("high", "low")] for values in (positions, orders)
+    )
+    is_below = pc.or_(pc.less(high, order_high), pc.and_(pc.equal(high, order_high), pc.less(low, order_low)))
+    answers = is_below.filter(pc.not_equal(high, pa.scalar(LOWEST[0], pa.int64())))
+    return [bool(pc.all(answers).as_py())] if len(answers) else []
 
 
 def _state_of(snapshot: Snapshot, topic: str) -> tuple[Input, RawState] | None:

@@ -39,39 +39,39 @@ def sink_position(
     except (SinkError, DataLoss) as error:
         return conclude(SINK_POSITION, subject, "error", [str(error)], "", {})
     numbers: dict[str, Number] = {"lag": plan.lag}
-    numbers |= {f"next_{partition}": upcoming for partition, upcoming in sorted(plan.progress.next.items())}
+    numbers |= {f"next_{partition}": next_offset for partition, next_offset in sorted(plan.progress.next.items())}
     problems = [
-        f"partition {partition} stands at {plan.progress.next.get(partition)} in the target, and a run wrote up to {upcoming}."
-        " Another program changed the table zync_positions: restore the target"
-        for partition, upcoming in (expected or {}).items()
-        if (plan.progress.next.get(partition) or 0) < upcoming
+        f"partition {partition} stands at {plan.progress.next.get(partition)} in the target, and a run wrote up to"
+        f" {next_offset}. Another program changed the table zync_positions: restore the target"
+        for partition, next_offset in (expected or {}).items()
+        if (plan.progress.next.get(partition) or 0) < next_offset
     ]
     if plan.progress.origin is not None and not plan.target().has_table(TableSpec(table.name, (), (), sink.mode)):
         problems.append(
             f"the table is not there, and records were written to it. Load it from the start: {reset_command(plan)}"
         )
     verb = "is" if plan.lag == 1 else "are"
-    good = f"{count_text(plan.lag, 'offset')} {verb} left to write" if plan.lag else "every record is written"
-    return conclude(SINK_POSITION, subject, "error", problems, good, numbers)
+    summary = f"{count_text(plan.lag, 'offset')} {verb} left to write" if plan.lag else "every record is written"
+    return conclude(SINK_POSITION, subject, "error", problems, summary, numbers)
 
 
 def sink_quarantine(pipeline: Pipeline, sink: Sink, table: SinkTable, snapshot: Snapshot | None = None) -> CheckResult:
     """Warns where records of a table are in quarantine. Names the last record, with its error."""
     subject = sink_subject(sink, table)
     try:
-        bad = plan_sink(pipeline, sink, table, snapshot=snapshot, check=False).progress.bad
+        records = plan_sink(pipeline, sink, table, snapshot=snapshot, check=False).progress.bad
     except TargetUnavailable:
         raise
     except ZyncError as error:
         return conclude(SINK_QUARANTINE, subject, "warn", [str(error)], "", {})
-    numbers: dict[str, Number] = {"records": len(bad)}
-    if not bad:
+    numbers: dict[str, Number] = {"records": len(records)}
+    if not records:
         return conclude(SINK_QUARANTINE, subject, "warn", [], "no record is in quarantine", numbers)
-    last = max(bad, key=lambda item: item.offset)
+    record = max(records, key=lambda item: item.offset)
     text = (
-        f"{count_text(len(bad), 'record')} {'is' if len(bad) == 1 else 'are'} in quarantine; the last is {table.source},"
-        f" partition {last.partition}, offset {last.offset} ({last.key}): {last.error.rstrip('.')}. Correct the cause, and write"
-        f" the records again: {pipeline.command('quarantine replay')}"
+        f"{count_text(len(records), 'record')} {'is' if len(records) == 1 else 'are'} in quarantine; the last is {table.source},"
+        f" partition {record.partition}, offset {record.offset} ({record.key}): {record.error.rstrip('.')}."
+        f" Correct the cause, and write the records again: {pipeline.command('quarantine replay')}"
     )
     return CheckResult(SINK_QUARANTINE, subject, False, "warn", text, numbers)
 

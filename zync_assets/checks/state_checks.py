@@ -69,25 +69,25 @@ def state_equals_raw(pipeline: Pipeline, pool: str, session: Session) -> CheckRe
             continue
         try:
             with spark_failures(partial(_state_failure, table.name)):
-                found = state_counts(session(), state, raw, table, pipeline.unavailable_value)
+                counts = state_counts(session(), state, raw, table, pipeline.unavailable_value)
         except LakeError as error:
             if not is_state_file(str(error)):
                 raise
             problems.append(f"table {table.name}: {error} Run: {pipeline.command('rebuild', '--state')}")
             continue
-        rows += found.rows
-        if found.differing:
+        rows += counts.rows
+        if counts.differing:
             problems.append(
-                f"table {table.name}: the raw pool has another row for {count_text(found.differing, 'key')}. Make the"
+                f"table {table.name}: the raw pool has another row for {count_text(counts.differing, 'key')}. Make the"
                 f" state again: {pipeline.command('rebuild', '--state')}"
             )
-        if found.unindexed:
+        if counts.unindexed:
             problems.append(
-                f"table {table.name}: its index lacks {count_text(found.unindexed, 'row')}, so that joins may miss some. Make"
+                f"table {table.name}: its index lacks {count_text(counts.unindexed, 'row')}, so that joins may miss some. Make"
                 f" the state again: {pipeline.command('rebuild', '--state')}"
             )
-    good = f"{count_text(rows, 'row')} of state {'equals' if rows == 1 else 'equal'} the raw pool"
-    return conclude(STATE, pool, "error", problems, good, {"rows": rows})
+    summary = f"{count_text(rows, 'row')} of state {'equals' if rows == 1 else 'equal'} the raw pool"
+    return conclude(STATE, pool, "error", problems, summary, {"rows": rows})
 
 
 def _state_failure(table: str, text: str) -> LakeError:
@@ -110,12 +110,12 @@ def rows_match(pipeline: Pipeline, session: Session, sink: Sink, table: SinkTabl
             plan = plan_sink(pipeline, sink, table)
             if not plan.progress.next:
                 return conclude(ROWS_MATCH, subject, "error", [], "nothing was written yet", {"rows": 0})
-            found = compare_rows(plan, session)
+            differences = compare_rows(plan, session)
         except SinkError as error:
             return conclude(ROWS_MATCH, subject, "error", [str(error)], "", {})
-        if not found.differing or plan.target().progress(plan.place) == plan.progress:
-            numbers: dict[str, Number] = {"rows": found.rows, "differing": found.differing}
-            problems = [f"{found}. Load the table again: {reset_command(plan)}"] if found.differing else []
+        if not differences.differing or plan.target().progress(plan.place) == plan.progress:
+            numbers: dict[str, Number] = {"rows": differences.rows, "differing": differences.differing}
+            problems = [f"{differences}. Load the table again: {reset_command(plan)}"] if differences.differing else []
             return conclude(ROWS_MATCH, subject, "error", problems, "every row is what its records make it", numbers)
     problem = "a sink wrote the table while its rows were compared. Stop the sink, and check again."
     return conclude(ROWS_MATCH, subject, "error", [problem], "", {})
@@ -131,8 +131,8 @@ def _objects_are_whole(pipeline: Pipeline, sink: Sink, table: SinkTable, target:
         return conclude(ROWS_MATCH, subject, "error", [str(error)], "", {})
     cure = f"Bring the files back from a copy; or, if the lake has all records, write them again: {reset_command(plan)}"
     problems = [f"{'; '.join(faults)}. {cure}"] if faults else []
-    good = f"{count_text(count, 'object')} {'is' if count == 1 else 'are'} there and readable; rows are not compared"
-    return conclude(ROWS_MATCH, subject, "error", problems, good, {"objects": count})
+    summary = f"{count_text(count, 'object')} {'is' if count == 1 else 'are'} there and readable; rows are not compared"
+    return conclude(ROWS_MATCH, subject, "error", problems, summary, {"objects": count})
 
 
 @dataclass(frozen=True)
@@ -170,54 +170,54 @@ def compare_rows(plan: SinkPlan, session: Session) -> Differences:
 def _compare_rows(plan: SinkPlan, session: Session) -> Differences:
     from pyspark.sql import functions as F
 
-    whole, spark = layout(plan, session), session()
+    table_layout, spark = layout(plan, session), session()
     ranges = tuple(
-        OffsetRange(partition, min(plan.starts.get(partition, 0), upcoming), upcoming)
-        for partition, upcoming in sorted(plan.progress.next.items())
+        OffsetRange(partition, min(plan.starts.get(partition, 0), next_offset), next_offset)
+        for partition, next_offset in sorted(plan.progress.next.items())
     )
-    frame = source_frame(spark, plan, whole, ranges, guarded=True)
-    if not plan.target().has_table(whole.spec):
-        raise TableUnfit(f"table {whole.spec.name} is not there. Load it from the start: {reset_command(plan)}")
+    frame = source_frame(spark, plan, table_layout, ranges, guarded=True)
+    if not plan.target().has_table(table_layout.spec):
+        raise TableUnfit(f"table {table_layout.spec.name} is not there. Load it from the start: {reset_command(plan)}")
     if plan.progress.bad:
-        refused = listed_frame(spark, _PLACES, [(item.partition, item.offset) for item in plan.progress.bad])
+        refused_frame = listed_frame(spark, _PLACES, [(item.partition, item.offset) for item in plan.progress.bad])
         # The columns keep their order, by which they are read.
         frame = frame.join(
-            F.broadcast(refused), F.expr(f"{PARTITION} = refused_in AND {OFFSET} = refused_at"), "left_anti"
+            F.broadcast(refused_frame), F.expr(f"{PARTITION} = refused_in AND {OFFSET} = refused_at"), "left_anti"
         )
-    keys = whole.key_names if whole.spec.mode == "upsert" else [PARTITION, OFFSET]
+    keys = table_layout.key_names if table_layout.spec.mode == "upsert" else [PARTITION, OFFSET]
     frame = frame.repartition(*keys).sortWithinPartitions(*keys, PARTITION, OFFSET)
 
     def failure(text: str) -> SinkError:
         return SinkError(f"sink {plan.sink.name}, table {plan.table.name}: its rows can't be compared: {text}")
 
     with spark_failures(failure):
-        ours = frame.mapInArrow(partial(_folded, whole), "name string, wanted string, marks string")
-        theirs = task_frame(spark, 1).mapInArrow(
-            partial(_stored, plan.target(), whole.spec), "name string, found string"
+        source_rows = frame.mapInArrow(partial(_source_rows, table_layout), "name string, wanted string, marks string")
+        table_rows = task_frame(spark, 1).mapInArrow(
+            partial(_table_rows, plan.target(), table_layout.spec), "name string, found string"
         )
         # A table of the user's own may lack the primary key that keeps a row from being there twice.
-        theirs = theirs.groupBy("name").agg(F.expr("min(found) AS found"), F.expr("count(*) AS times"))
-        pairs = ours.join(theirs, "name", "full_outer")
+        table_rows = table_rows.groupBy("name").agg(F.expr("min(found) AS found"), F.expr("count(*) AS times"))
+        pairs = source_rows.join(table_rows, "name", "full_outer")
         # Rows of the table may come from records that retention removed.
         is_whole = not getattr(plan.state, "retention_start", None)
-        parts = frame_results(pairs, partial(_compared, whole.spec, is_whole), failure)
+        parts = frame_results(pairs, partial(_compare_batches, table_layout.spec, is_whole), failure)
     return sum(parts, Differences())
 
 
-def _folded(whole: Layout, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _source_rows(table_layout: Layout, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The rows that the source makes: key, values (null: deleted), and which columns were set."""
-    others = [column.name for column in whole.spec.others]
-    for batch in loaded(whole, (batch for batch in batches if batch.num_rows)):
+    other_names = [column.name for column in table_layout.spec.others]
+    for batch in loaded(table_layout, (batch for batch in batches if batch.num_rows)):
         rows = batch.to_pylist()
         yield _batch(
-            name=[_key(whole.spec, row) for row in rows],
-            wanted=[None if row[OP] in (DELETE, UPDATE) else _values(whole.spec, row) for row in rows],
+            name=[_key(table_layout.spec, row) for row in rows],
+            wanted=[None if row[OP] in (DELETE, UPDATE) else _values(table_layout.spec, row) for row in rows],
             # Updates alone tell nothing of a row that records before them made.
-            marks=[None if row[OP] == UPDATE else row[SET] or "1" * len(others) for row in rows],
+            marks=[None if row[OP] == UPDATE else row[SET] or "1" * len(other_names) for row in rows],
         )
 
 
-def _stored(target: Target, spec: TableSpec, _: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _table_rows(target: Target, spec: TableSpec, _: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The rows of the table. SinkError names a column whose values have another type."""
     try:
         for batch in target.rows(spec):
@@ -244,7 +244,7 @@ def _is_readable(target: Target, spec: TableSpec, column: Column) -> bool:
     return True
 
 
-def _compared(spec: TableSpec, is_whole: bool, batches: Iterable[pa.RecordBatch]) -> Differences:
+def _compare_batches(spec: TableSpec, is_whole: bool, batches: Iterable[pa.RecordBatch]) -> Differences:
     """The differences of the joined rows of a task. ``is_whole``: whether the source has every record that was ever written."""
     total = Differences()
     for batch in batches:
@@ -263,14 +263,18 @@ def _difference(spec: TableSpec, row: dict[str, Any], is_whole: bool) -> str | N
     if row["found"] is None:
         return "the table lacks the row"
     pairs = zip(spec.others, json.loads(row["wanted"]), json.loads(row["found"]), row["marks"], strict=True)
-    names = [column.name for column, wanted, found, mark in pairs if mark == "1" and not _same(wanted, found)]
+    names = [
+        column.name
+        for column, source_value, table_value, mark in pairs
+        if mark == "1" and not _is_same(source_value, table_value)
+    ]
     return f"another value in {', '.join(names)}" if names else None
 
 
 def _key(spec: TableSpec, row: dict[str, Any]) -> str:
     """The key as text, equal where the keys are."""
-    own = (column for column in spec.columns if column.name in spec.key)
-    return ", ".join(f"{column.name}={_key_text(row[column.name], as_json=column.as_json)}" for column in own)
+    key_columns = (column for column in spec.columns if column.name in spec.key)
+    return ", ".join(f"{column.name}={_key_text(row[column.name], as_json=column.as_json)}" for column in key_columns)
 
 
 def _key_text(value: Any, *, as_json: bool) -> str:
@@ -294,17 +298,17 @@ def _text(value: Any, *, as_json: bool) -> Any:
     return value if value is None or isinstance(value, str) else [repr(value)]
 
 
-def _same(wanted: Any, found: Any) -> bool:
+def _is_same(source_value: Any, table_value: Any) -> bool:
     """Whether two values are equal. A text may lie in a column of JSON, of instants or of UUIDs, which keeps the value and not
     its form."""
-    if wanted == found or not (isinstance(wanted, str) and isinstance(found, str)):
-        return wanted == found
+    if source_value == table_value or not (isinstance(source_value, str) and isinstance(table_value, str)):
+        return source_value == table_value
     try:
-        if wanted[:1] in ("{", "["):
-            return json.loads(wanted) == json.loads(found)
-        if _UUID.fullmatch(wanted):
-            return wanted.lower() == found
-        instants = [datetime.fromisoformat(text) for text in (wanted, found)]
+        if source_value[:1] in ("{", "["):
+            return json.loads(source_value) == json.loads(table_value)
+        if _UUID.fullmatch(source_value):
+            return source_value.lower() == table_value
+        instants = [datetime.fromisoformat(text) for text in (source_value, table_value)]
         return all(instant.tzinfo for instant in instants) and instants[0] == instants[1]
     except ValueError:
         return False
