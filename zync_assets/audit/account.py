@@ -58,17 +58,17 @@ class LedgerEntries:
     def classes(self, offsets: np.ndarray) -> np.ndarray:
         """The present class of each offset, as an index of CLASSES; NONE for an offset without an entry."""
         at = np.searchsorted(self.first, offsets, side="right") - 1
-        known = at >= 0
-        known[known] = offsets[known] < self.end[at[known]]
-        found = np.full(len(offsets), NONE, np.uint8)
-        found[known] = self.kind[at[known]]
-        entries = found == PENDING
+        is_known = at >= 0
+        is_known[is_known] = offsets[is_known] < self.end[at[is_known]]
+        codes = np.full(len(offsets), NONE, np.uint8)
+        codes[is_known] = self.kind[at[is_known]]
+        entries = codes == PENDING
         places = offsets[entries]
         classes = np.full(len(places), PENDING, np.uint8)
         complete = np.isin(places, self.completed)
         classes[complete] = self.became[np.searchsorted(self.completed, places[complete])]
-        found[entries] = classes
-        return found
+        codes[entries] = classes
+        return codes
 
     @cached_property
     def waiting(self) -> np.ndarray:
@@ -90,9 +90,9 @@ class LedgerEntries:
                 yield f"the account goes to offset {reach[at]}, past the seen offset {seen}"
             else:
                 yield f"offset {starts[at]} is in the account twice"
-        twice, times = np.unique(self.completed, return_counts=True)
+        doubles, times = np.unique(self.completed, return_counts=True)
         if (times > 1).any():
-            yield f"offset {twice[times > 1][0]} was completed twice"
+            yield f"offset {doubles[times > 1][0]} was completed twice"
         stray = difference(self.completed, self.first[self.kind == PENDING])
         if len(stray):
             yield f"offset {stray[0]} was completed and never pending"
@@ -139,27 +139,27 @@ def read_entries(
     ``cached``: a ledger file that this process has read in this way before is not read again, unless another program
     changed the file since.
     """
-    before = (_cache.get(state.table.uri) or {}) if cached else {}
+    cached_files = (_cache.get(state.table.uri) or {}) if cached else {}
     marks = {_mark(state.uri(item), item.path): state.uri(item) for item in state.ledger_files}
-    each = {mark: before.get(mark) or _read(uri) for mark, uri in marks.items()}
+    files = {mark: cached_files.get(mark) or _read_file(uri) for mark, uri in marks.items()}
     if cached:
-        _cache.put(state.table.uri, each, sum(item.records for item in state.ledger_files))
+        _cache.put(state.table.uri, files, sum(item.records for item in state.ledger_files))
     parts: dict[TopicPartition, list[_Entries]] = {}
     ended: dict[TopicPartition, list[np.ndarray]] = defaultdict(list)
     waiting: Counter[tuple[str, str]] = Counter()
     counted: dict[tuple[TopicPartition, str], int | None] = {}
-    for file in each.values():
+    for file in files.values():
         for place, offsets in file.ended.items():
             ended[place].append(offsets)
         waiting.update(file.waiting)
         for key, count in file.counted.items():
-            known = counted.get(key, 0)
-            counted[key] = None if known is None or count is None else known + count
+            total = counted.get(key, 0)
+            counted[key] = None if total is None or count is None else total + count
         for place, arrays in file.places.items():
             parts.setdefault(place, []).append(arrays)
     facts = {
-        place: _facts(*_sorted(found), np.sort(np.concatenate([np.array([], np.int64), *ended[place]])))
-        for place, found in sorted(parts.items())
+        place: _facts(*_sorted_entries(entries), np.sort(np.concatenate([np.array([], np.int64), *ended[place]])))
+        for place, entries in sorted(parts.items())
     }
     return facts, +waiting, counted
 
@@ -180,7 +180,7 @@ def _facts(first: np.ndarray, end: np.ndarray, kind: np.ndarray, ended: np.ndarr
     return LedgerEntries(first[~done_late], end[~done_late], kind[~done_late], first[done_late], became, ended)
 
 
-def _sorted(parts: Sequence[_Entries]) -> _Entries:
+def _sorted_entries(parts: Sequence[_Entries]) -> _Entries:
     """Entries by first and end."""
     first, end, kind = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     if not (first[1:] > first[:-1]).all():
@@ -191,7 +191,7 @@ def _sorted(parts: Sequence[_Entries]) -> _Entries:
     return first, end, kind
 
 
-def _read(uri: str) -> _LedgerFile:
+def _read_file(uri: str) -> _LedgerFile:
     parts: dict[TopicPartition, list[_Entries]] = {}
     waiting: Counter[tuple[str, str]] = Counter()
     counted: dict[tuple[TopicPartition, str], int | None] = {}
@@ -211,35 +211,42 @@ def _read(uri: str) -> _LedgerFile:
         for topic in rows["topic"].unique().to_pylist():
             of_topic = np.asarray(pc.equal(rows["topic"], topic).to_numpy())
             for partition in distinct(partitions[of_topic]).tolist():
-                here = of_topic & (partitions == partition) & (codes >= 0)
-                arrays = first[here], end[here], codes[here].astype(np.uint8)
+                is_here = of_topic & (partitions == partition) & (codes >= 0)
+                arrays = first[is_here], end[is_here], codes[is_here].astype(np.uint8)
                 parts.setdefault((topic, partition), []).append(arrays)
-                spans = zip(first[here & ends].tolist(), end[here & ends].tolist(), strict=True)
+                spans = zip(first[is_here & ends].tolist(), end[is_here & ends].tolist(), strict=True)
                 ended[topic, partition] += [np.arange(*span) for span in spans]
                 for name in COUNTED:
-                    own = counts[here & (codes == CLASSES.index(name))]
-                    late = here & (codes == _COMPLETED + 1) if name == "dropped" else np.zeros(0)
-                    _count(counted, ((topic, partition), name), own, int(late.sum()))
-    own = {place: np.concatenate(found) for place, found in ended.items() if found}
-    return _LedgerFile({place: _sorted(found) for place, found in parts.items()}, own, waiting, counted)
+                    class_counts = counts[is_here & (codes == CLASSES.index(name))]
+                    late = is_here & (codes == _COMPLETED + 1) if name == "dropped" else np.zeros(0)
+                    _count(counted, ((topic, partition), name), class_counts, int(late.sum()))
+    ended_arrays = {
+        place: np.concatenate(arrays_of_place) for place, arrays_of_place in ended.items() if arrays_of_place
+    }
+    return _LedgerFile(
+        {place: _sorted_entries(arrays_of_place) for place, arrays_of_place in parts.items()},
+        ended_arrays,
+        waiting,
+        counted,
+    )
 
 
 def _count(
     counted: dict[tuple[TopicPartition, str], int | None],
     key: tuple[TopicPartition, str],
     counts: np.ndarray,
-    more: int,
+    extra: int,
 ) -> None:
-    before = counted.get(key, 0)
+    total = counted.get(key, 0)
     # An entry without a count is -1 here.
-    counted[key] = None if before is None or (counts < 0).any() else before + int(counts.sum()) + more
+    counted[key] = None if total is None or (counts < 0).any() else total + int(counts.sum()) + extra
 
 
 def _count_waiting(rows: pa.Table, waiting: Counter[tuple[str, str]]) -> None:
-    moved = rows.filter(pc.is_in(rows["kind"], pa.array(["pending", "completed"])))
-    for found in moved.group_by(["kind", "rule", "topic"]).aggregate([([], "count_all")]).to_pylist():
-        sign = 1 if found["kind"] == "pending" else -1
-        waiting[found["rule"], found["topic"]] += sign * found["count_all"]
+    changes = rows.filter(pc.is_in(rows["kind"], pa.array(["pending", "completed"])))
+    for group in changes.group_by(["kind", "rule", "topic"]).aggregate([([], "count_all")]).to_pylist():
+        sign = 1 if group["kind"] == "pending" else -1
+        waiting[group["rule"], group["topic"]] += sign * group["count_all"]
 
 
 def read_waiting(state: StagingState) -> pa.Table:
@@ -261,8 +268,8 @@ def read_waiting(state: StagingState) -> pa.Table:
     if not pending:
         return pa.table({name: [] for name in ("topic", "partition", "offset", "rule", "hash", "text", "row")})
     places = ["topic", "partition", "first"]
-    left = pa.concat_tables(pending).join(pa.concat_tables(completed), places, join_type="left anti")
-    return left.sort_by([(name, "ascending") for name in places]).rename_columns(
+    pending_rows = pa.concat_tables(pending).join(pa.concat_tables(completed), places, join_type="left anti")
+    return pending_rows.sort_by([(name, "ascending") for name in places]).rename_columns(
         ["topic", "partition", "offset", "rule", "hash", "text", "row"]
     )
 
@@ -282,15 +289,15 @@ class Quarantined:
         return self.records[self.records[:, 0] == partition, 1]
 
     def left_out_records(self, partition: int) -> int:
-        own = self.left_out[self.left_out[:, 0] == partition]
-        return int((own[:, 2] - own[:, 1]).sum())
+        rows = self.left_out[self.left_out[:, 0] == partition]
+        return int((rows[:, 2] - rows[:, 1]).sum())
 
     def unexplained(self, partition: int, offsets: np.ndarray) -> np.ndarray:
         """Those offsets that lie in no accepted loss and that no shape left out."""
-        own = self.left_out[self.left_out[:, 0] == partition]
-        at = np.searchsorted(own[:, 1], offsets, side="right") - 1
+        rows = self.left_out[self.left_out[:, 0] == partition]
+        at = np.searchsorted(rows[:, 1], offsets, side="right") - 1
         keep = at < 0
-        keep[~keep] = offsets[~keep] >= own[at[~keep], 2]
+        keep[~keep] = offsets[~keep] >= rows[at[~keep], 2]
         for part in self.lost:
             if part.partition == partition:
                 keep &= (offsets < part.first) | (offsets >= part.end)
@@ -325,9 +332,9 @@ def read_quarantine(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetRange
     """The quarantined records and the losses of an ingested input within ``ranges``. ``entries``: partition → every entry of
     the side table. Raises DamagedFile."""
     state = snapshot.raw(topic)
-    replayed = raw.replay_offsets(state) if state else {}
+    replayed_offsets = raw.replay_offsets(state) if state else {}
     records: list[np.ndarray] = []
-    lost: list[OffsetRange] = []
+    lost_ranges: list[OffsetRange] = []
     entries: dict[int, int] = {}
     left_out: list[np.ndarray] = []
     for rows in _side_rows(snapshot, topic):
@@ -337,17 +344,17 @@ def read_quarantine(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetRange
         for partition, count in zip(*(part.tolist() for part in counts), strict=True):
             entries[partition] = entries.get(partition, 0) + count
         spans = zip(partitions[losses].tolist(), offsets[losses].tolist(), ends[losses].tolist(), strict=True)
-        lost += [span for span in starmap(OffsetRange, spans) if touches(span, ranges)]
+        lost_ranges += [span for span in starmap(OffsetRange, spans) if touches(span, ranges)]
         left_out.append(np.column_stack([partitions[out], offsets[out], ends[out]]))
-        wanted = ~losses & ~out & inside(partitions, offsets, ranges)
-        for partition, places in replayed.items():
-            wanted &= (partitions != partition) | ~np.isin(offsets, places)
-        records.append(np.column_stack([partitions[wanted], offsets[wanted]]))
-    found = np.concatenate(records) if records else np.empty((0, 2), np.int64)
+        is_record = ~losses & ~out & inside(partitions, offsets, ranges)
+        for partition, places in replayed_offsets.items():
+            is_record &= (partitions != partition) | ~np.isin(offsets, places)
+        records.append(np.column_stack([partitions[is_record], offsets[is_record]]))
+    pairs = np.concatenate(records) if records else np.empty((0, 2), np.int64)
     spans_out = np.concatenate(left_out) if left_out else np.empty((0, 3), np.int64)
     return Quarantined(
-        found[np.lexsort((found[:, 1], found[:, 0]))],
-        tuple(sorted(lost)),
+        pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))],
+        tuple(sorted(lost_ranges)),
         spans_out[np.lexsort((spans_out[:, 1], spans_out[:, 0]))],
         entries,
     )
@@ -358,16 +365,16 @@ def quarantined_offsets(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetR
 
     Reads only files with entries of the ranges. Raises DamagedFile.
     """
-    found = [np.empty(0, np.int64)]
+    arrays = [np.empty(0, np.int64)]
     for rows in _side_rows(snapshot, topic, ranges) if ranges else ():
         records = ~np.isin(rows.stages, RANGE_STAGES) & inside(rows.partitions, rows.offsets, ranges)
-        found.append(rows.offsets[records])
-    offsets = np.sort(np.concatenate(found))
+        arrays.append(rows.offsets[records])
+    offsets = np.sort(np.concatenate(arrays))
     state = snapshot.raw(topic)
     if state is not None and len(offsets):
         replays = [item for item in raw.raw_files(state, ranges) if raw.is_replay(item)]
-        replayed = FileOffsets(state.table.uri, replays).between(int(offsets[0]), int(offsets[-1]) + 1)
-        offsets = difference(offsets, replayed)
+        replayed_offsets = FileOffsets(state.table.uri, replays).between(int(offsets[0]), int(offsets[-1]) + 1)
+        offsets = difference(offsets, replayed_offsets)
     return offsets
 
 

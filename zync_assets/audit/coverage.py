@@ -50,9 +50,9 @@ MONOTONIC = "monotonic_offsets"
 
 def log_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str]:
     """What is wrong with some files of a raw table, by the log alone. ``files``: sorted by partition and offset."""
-    for before, item in pairwise([item for item in files if not raw.is_replay(item)]):
-        if before.partition == item.partition and (item.first or 0) <= (before.last or 0):
-            yield (f"files {before.path} and {item.path} of partition {item.partition} overlap at offset {item.first}")
+    for prior, item in pairwise([item for item in files if not raw.is_replay(item)]):
+        if prior.partition == item.partition and (item.first or 0) <= (prior.last or 0):
+            yield (f"files {prior.path} and {item.path} of partition {item.partition} overlap at offset {item.first}")
     for partition, end in state.next.items():
         if end < state.first.get(partition, 0):
             yield f"partition {partition}: next offset {end} is below the first, {state.first[partition]}"
@@ -122,10 +122,10 @@ class Marks:
         for number in distinct(unique // CHUNK).tolist():
             chunk = chunks.setdefault(number, np.zeros(CHUNK, dtype=bool))
             places = unique[unique // CHUNK == number] - number * CHUNK
-            again = chunk[places]
-            self._note(topic, partition, places[again] + number * CHUNK)
+            is_marked = chunk[places]
+            self._note(topic, partition, places[is_marked] + number * CHUNK)
             chunk[places] = True
-            self.count += int((~again).sum())
+            self.count += int((~is_marked).sum())
 
     def between(self, topic: str, partition: int, first: int, end: int) -> np.ndarray:
         """The marked offsets with ``first <= offset < end``, sorted."""
@@ -134,8 +134,8 @@ class Marks:
             base = number * CHUNK
             if base < end and first < base + CHUNK:
                 parts.append(np.flatnonzero(chunk) + base)
-        every = np.concatenate(parts)
-        return every[(every >= first) & (every < end)]
+        offsets = np.concatenate(parts)
+        return offsets[(offsets >= first) & (offsets < end)]
 
     def places(self) -> Iterator[tuple[str, int]]:
         yield from sorted(self._chunks)
@@ -231,7 +231,7 @@ class Matches:
     @property
     def doubled(self) -> list[tuple[str, str, int, int]]:
         """(rule, topic, partition, offset)"""
-        return [(place[0], *double) for place, found in sorted(self.marks.items()) for double in found.doubled]
+        return [(place[0], *double) for place, marks in sorted(self.marks.items()) for double in marks.doubled]
 
     def add(self, out: str, partition: int, rules: pa.Array, sources: pa.ListArray, last: dict[str, list[int]]) -> None:
         """Mark some outputs of a file. ``last``: rule → the first source of its last output in the file."""
@@ -241,15 +241,15 @@ class Matches:
         topics, parts, offsets = sources.flatten().flatten()
         firsts = pa.array(np.cumsum(sizes) - sizes)
         code = integers(pc.index_in(topics.take(firsts), pa.array(self.topics, pa.string())))
-        each = np.column_stack([code, integers(parts.take(firsts)), integers(offsets.take(firsts))])
+        first_sources = np.column_stack([code, integers(parts.take(firsts)), integers(offsets.take(firsts))])
         for rule in rules.unique().to_pylist():
-            known = (code >= 0) & (sizes <= self.sizes.get(rule, 0))
-            at = np.flatnonzero(known & np.asarray(pc.equal(rules, rule).to_numpy(zero_copy_only=False)))
+            is_known = (code >= 0) & (sizes <= self.sizes.get(rule, 0))
+            at = np.flatnonzero(is_known & np.asarray(pc.equal(rules, rule).to_numpy(zero_copy_only=False)))
             if not len(at):
                 continue
-            before = np.vstack([last.get(rule, [-1, -1, -1]), each[at[:-1]]])
-            last[rule] = each[at[-1]].tolist()
-            begins = sources.take(pa.array(at[(each[at] != before).any(axis=1)]))
+            previous = np.vstack([last.get(rule, [-1, -1, -1]), first_sources[at[:-1]]])
+            last[rule] = first_sources[at[-1]].tolist()
+            begins = sources.take(pa.array(at[(first_sources[at] != previous).any(axis=1)]))
             _mark(begins.flatten(), self.marks.setdefault((rule, out, partition), Marks()))
 
 
@@ -270,20 +270,20 @@ def _read_sources(
                 continue
             outputs += item.records
             rebuilt = state.head.rebuilt.get((name, item.partition or 0), 0)
-            whole, last = rebuilt <= (item.first or 0), dict[str, list[int]]()
+            is_whole, last_sources = rebuilt <= (item.first or 0), dict[str, list[int]]()
             several = bool(matches.topics) and name in matches.outs
-            columns = ["source", *([] if whole else ["kafka.offset"]), *(["rule"] if several else [])]
+            columns = ["source", *([] if is_whole else ["kafka.offset"]), *(["rule"] if several else [])]
             for batch in read_columns(state.uri(item), columns):
                 column = batch.column("source")
                 if pc.any(pc.fill_null(pc.equal(pc.list_value_length(column), 0), True)).as_py():
                     yield f"file {item.path} holds an output that no input made"
-                if not whole:
+                if not is_whole:
                     # The outputs of a rebuild, and those before, are not of the present account.
                     batch = batch.filter(pc.greater_equal(batch.column("kafka").field("offset"), rebuilt))
                     column = batch.column("source")
                 _mark(column.flatten(), marks)
                 if several and len(batch):
-                    matches.add(name, item.partition or 0, batch.column("rule"), column, last)
+                    matches.add(name, item.partition or 0, batch.column("rule"), column, last_sources)
     numbers["outputs"] = outputs
 
 
@@ -308,13 +308,13 @@ class _InputPartition:
     facts: LedgerEntries
     marks: Marks
 
-    def problems(self, batch: Sequence[OffsetRange] | None, whole: bool, totals: Counter[str]) -> Iterator[str]:
+    def problems(self, batch: Sequence[OffsetRange] | None, is_whole: bool, totals: Counter[str]) -> Iterator[str]:
         name = f"{self.topic}, partition {self.partition}"
         pool = self.snapshot.pipeline.input(self.topic).pool
         table = self.snapshot.raw(self.topic)
-        upcoming = 0 if table is None else table.next.get(self.partition, 0)
-        if table is None or self.position.seen > upcoming:
-            yield f"{name}: seen is {self.position.seen}, past the next offset {upcoming} of {pool}.{self.topic}"
+        next_offset = 0 if table is None else table.next.get(self.partition, 0)
+        if table is None or self.position.seen > next_offset:
+            yield f"{name}: seen is {self.position.seen}, past the next offset {next_offset} of {pool}.{self.topic}"
             return
         if self.position.table not in (None, table.table_id):
             yield f"{name}: the account is of another raw table than {table.table.uri}, which was made since"
@@ -332,7 +332,7 @@ class _InputPartition:
                 yield f"{name}: offset {offset} made an output and is outside of what the account covers"
         span = OffsetRange(self.partition, self.position.first, self.position.seen)
         raw_offsets = FileOffsets(table.table.uri, raw.raw_files(table, [span]))
-        windows = list(self._windows(batch, whole, retention_start))
+        windows = list(self._windows(batch, is_whole, retention_start))
         parts = normalize(OffsetRange(self.partition, first, end) for first, end in windows)
         aside = quarantined_offsets(self.snapshot, self.topic, parts)
         counts = np.zeros(len(CLASSES), np.int64)
@@ -355,7 +355,7 @@ class _InputPartition:
                     yield f"{name}: {text}"
         # Expired records are in no raw file any more; the ledger's ranges of them have no gaps.
         counts[EXPIRED] = self.facts.offsets_in(EXPIRED)
-        if whole:
+        if is_whole:
             retention_count = None
             if self.position.first < retention_start:
                 counts = self._with_retention(counts)
@@ -408,11 +408,11 @@ class _InputPartition:
     ) -> Iterator[tuple[str, str]]:
         sources = self.marks.between(self.topic, self.partition, first, end)
         done_offsets = existing[classes == DONE]
-        wrong = np.setdiff1d(sources, done_offsets, assume_unique=True)
-        if len(wrong):
-            code = self.facts.classes(wrong[:1])[0]
+        wrong_offsets = np.setdiff1d(sources, done_offsets, assume_unique=True)
+        if len(wrong_offsets):
+            code = self.facts.classes(wrong_offsets[:1])[0]
             fate = "done and not in the raw pool" if code == DONE else _class_name(code)
-            yield "made", f"offset {wrong[0]} made an output and is {fate}"
+            yield "made", f"offset {wrong_offsets[0]} made an output and is {fate}"
         idle = difference(np.setdiff1d(done_offsets, sources, assume_unique=True), self.facts.ended)
         idle = idle[idle >= self.state.head.rebuilt.get((self.topic, self.partition), 0)]
         if self.topic in self.state.head.table_topics:
@@ -427,9 +427,9 @@ class _InputPartition:
         if len(idle):
             yield "idle", f"offset {idle[0]} is done and made no output"
         waiting = self.facts.waiting
-        missing = difference(waiting[(waiting >= first) & (waiting < end)], existing[classes == PENDING])
-        if len(missing):
-            yield "missing", f"offset {missing[0]} is pending and not in the raw pool"
+        missing_offsets = difference(waiting[(waiting >= first) & (waiting < end)], existing[classes == PENDING])
+        if len(missing_offsets):
+            yield "missing", f"offset {missing_offsets[0]} is pending and not in the raw pool"
         codes = self.facts.classes(quarantined)
         aside = (CLASSES.index("quarantined"), CLASSES.index("dropped"))  # dropped: given up by hand
         strays = quarantined[~np.isin(codes, aside)]

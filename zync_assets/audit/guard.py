@@ -78,8 +78,8 @@ def exactly_once_done_coverage(
         # Another process committed a batch during the look, and retention may have removed records of it.
         snapshot, state = later, later_state
         problems, numbers = _coverage(snapshot, state, ranges)
-    good = f"{numbers.get('sources', 0)} done records made {numbers.get('outputs', 0)} outputs, each once"
-    return conclude(COVERAGE, pool, "error", problems, good, numbers, coverage_look(snapshot, pool, state, ranges))
+    summary = f"{numbers.get('sources', 0)} done records made {numbers.get('outputs', 0)} outputs, each once"
+    return conclude(COVERAGE, pool, "error", problems, summary, numbers, coverage_look(snapshot, pool, state, ranges))
 
 
 def _coverage(
@@ -116,9 +116,9 @@ def contiguous_output_offsets(
         problems += _file_problems(state, topic, item)
     records = sum(item.records for item in own_files)
     numbers: dict[str, Number] = {"files": len(own_files), "records": records}
-    good = f"{records} outputs follow each other"
+    summary = f"{records} outputs follow each other"
     look = numbering_look(snapshot, topic, state, parts)
-    return conclude(CONTIGUOUS, subject, "error", problems, good, numbers, look)
+    return conclude(CONTIGUOUS, subject, "error", problems, summary, numbers, look)
 
 
 def coverage_look(
@@ -173,8 +173,8 @@ def _look_ranges(
     firsts |= {place: item.base for place, item in state.head.outputs.items()}
     ranges_by_topic: dict[str, tuple[OffsetRange, ...]] = {}
     for (topic, partition), (_, end) in extent.items():
-        whole = [OffsetRange(partition, min(firsts[topic, partition], end), end)]
-        parts = whole if ranges is None else subtract(whole, subtract(whole, ranges.get(topic, ())))
+        all_ranges = [OffsetRange(partition, min(firsts[topic, partition], end), end)]
+        parts = all_ranges if ranges is None else subtract(all_ranges, subtract(all_ranges, ranges.get(topic, ())))
         ranges_by_topic[topic] = (*ranges_by_topic.get(topic, ()), *parts)
     return ranges_by_topic
 
@@ -195,9 +195,9 @@ def _numbering_problems(state: StagingState, topic: str, files: Sequence[DataFil
         if item.partition not in partitions:
             yield f"file {item.path} holds outputs of partition {item.partition}, which the account does not know"
     for partition, position in sorted(partitions.items()):
-        own = files_by_part.get(partition, [])
-        edges = [position.base, *[(item.last or 0) + 1 for item in own]]
-        starts = [*[item.first or 0 for item in own], position.next]
+        own_files = files_by_part.get(partition, [])
+        edges = [position.base, *[(item.last or 0) + 1 for item in own_files]]
+        starts = [*[item.first or 0 for item in own_files], position.next]
         for reach, start in zip(edges, starts, strict=True):
             if reach < start:
                 yield f"partition {partition}: outputs {reach} to {start - 1} are not there"
@@ -206,7 +206,7 @@ def _numbering_problems(state: StagingState, topic: str, files: Sequence[DataFil
 
 
 def _file_problems(state: StagingState, topic: str, item: DataFile) -> Iterator[str]:
-    uri, records, following = state.uri(item), 0, item.first or 0
+    uri, records, next_offset = state.uri(item), 0, item.first or 0
     try:
         for batch in read_columns(uri, ["kafka.topic"]):
             names = pa.Table.from_batches([batch]).flatten()["kafka.topic"]
@@ -216,15 +216,15 @@ def _file_problems(state: StagingState, topic: str, item: DataFile) -> Iterator[
         for partitions, offsets in positions(uri):
             if (partitions != item.partition).any():
                 yield f"file {item.path} holds an output of another partition than {item.partition}"
-            wrong = np.flatnonzero(offsets != np.arange(following, following + len(offsets)))
+            wrong = np.flatnonzero(offsets != np.arange(next_offset, next_offset + len(offsets)))
             if len(wrong):
                 at = int(wrong[0])
-                yield f"file {item.path}: row {records + at} has offset {offsets[at]} in place of {following + at}"
-            records, following = records + len(offsets), following + len(offsets)
+                yield f"file {item.path}: row {records + at} has offset {offsets[at]} in place of {next_offset + at}"
+            records, next_offset = records + len(offsets), next_offset + len(offsets)
     except DamagedFile as error:
         yield str(error)
         return
-    if records != item.records or following - 1 != item.last:
+    if records != item.records or next_offset - 1 != item.last:
         yield (
             f"file {item.path} holds {records} outputs from {item.first};"
             f" the log says {item.records}, up to {item.last}"
@@ -283,8 +283,8 @@ def refuse_disorder(snapshot: Snapshot, reader: str, ranges: Mapping[str, Sequen
             continue
         check_state = snapshot.check_state(item.pool)
         look = Look(MONOTONIC, pool_path(item.pool, topic), state.table_id, {topic: tuple(parts)})
-        new = [part for part in parts if (check_state.progress(look, (topic, part.partition)) or 0) < part.end]
-        files = raw.raw_files(state, new)
+        new_ranges = [part for part in parts if (check_state.progress(look, (topic, part.partition)) or 0) < part.end]
+        files = raw.raw_files(state, new_ranges)
         in_files = (problem for file in files for problem in file_problems(state.table.uri, file))
         for problem in chain(log_problems(state, files), in_files):
             line = " ".join(problem.split()).rstrip(" .")
@@ -296,11 +296,11 @@ def refuse_disorder(snapshot: Snapshot, reader: str, ranges: Mapping[str, Sequen
 
 def pool_blocks(snapshot: Snapshot, pool: str, outputs: Iterable[str]) -> list[Block]:
     """The failed checks that hold back some output topics of a staging pool."""
-    standing = raw_blocks(snapshot, [item.topic for item in snapshot.pipeline.inputs_of(pool)])
+    blocks = raw_blocks(snapshot, [item.topic for item in snapshot.pipeline.inputs_of(pool)])
     check_state = snapshot.check_state(pool)
     if check_state.blocks and (state := snapshot.staging(pool)) is not None:
-        standing += check_state.blocks_of([pool, *(pool_path(pool, topic) for topic in outputs)], [state.table_id])
-    return standing
+        blocks += check_state.blocks_of([pool, *(pool_path(pool, topic) for topic in outputs)], [state.table_id])
+    return blocks
 
 
 def raw_blocks(snapshot: Snapshot, topics: Iterable[str]) -> list[Block]:
@@ -344,9 +344,9 @@ def require_pass(
 def check_rollback(item: Input, head: Head, state: RawState | None) -> None:
     """LakeError where a staging pool's account has seen more of an input than there is. ``state`` is not older than ``head``."""
     for partition, offset in head.seen(item.topic).items():
-        upcoming = state.next.get(partition, 0) if state else 0
-        if offset > upcoming:
-            has = f"its next offset is {upcoming}" if state else "the table is not there"
+        next_offset = state.next.get(partition, 0) if state else 0
+        if offset > next_offset:
+            has = f"its next offset is {next_offset}" if state else "the table is not there"
             raise LakeError(
                 f"table {table_name(item.pool, item.topic)}: partition {partition} was transformed up to offset {offset},"
                 f" and {has}: it went back to an older version, or is gone. Nothing was done: what is ingested again need"
