@@ -96,19 +96,19 @@ def demo(name: str, stop: bool, clean: bool) -> None:
             else "nothing to stop"
         )
         return
-    folder, played = demo_folder(), DEMOS[name]
+    folder, scenario = demo_folder(), DEMOS[name]
     click.echo("starting a Kafka broker and a schema registry (the first time their jars are downloaded) …", err=True)
     running = services.up(home)
-    pipeline = load(folder / played.file, demo_environment(running))
+    pipeline = load(folder / scenario.file, demo_environment(running))
     has_scene = False
-    for scene in play(pipeline, folder, played):
+    for scene in play(pipeline, folder, scenario):
         has_scene = True
-        click.echo(f"\nBatch {scene.batch}: {played.story[scene.batch - 1]}\n")
-        _show_scene(scene, played)
+        click.echo(f"\nBatch {scene.batch}: {scenario.story[scene.batch - 1]}\n")
+        _show_scene(scene, scenario)
     if not has_scene:
-        click.echo(f"Nothing to do: all {len(played.story)} batches are through.\n")
-        _show_scene(_scene(pipeline, played, len(played.story)), played)
-    click.echo(what_next(running, played, folder))
+        click.echo(f"Nothing to do: all {len(scenario.story)} batches are through.\n")
+        _show_scene(_scene(pipeline, scenario, len(scenario.story)), scenario)
+    click.echo(what_next(running, scenario, folder))
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ def _produce(pipeline: Pipeline, folder: Path, number: int) -> int:
     for topic in topics:
         state = states.get(topic) or create_topic(pipeline.kafka, topic, 1, 1, {})
         lines = [line for batch in range(1, number + 1) for line in _lines(folder, batch, topic)]
-        missing = lines[state.partitions[0].end :]
-        if missing:
+        missing_lines = lines[state.partitions[0].end :]
+        if missing_lines:
             schemas = [(folder / "schemas" / f"{topic}-{side}.avsc").read_text() for side in ("key", "value")]
-            count += produce_json(pipeline.kafka, registry, topic, missing, schemas[0], schemas[1])
+            count += produce_json(pipeline.kafka, registry, topic, missing_lines, schemas[0], schemas[1])
     return count
 
 
@@ -222,16 +222,17 @@ def table_rows(pipeline: Pipeline, output: str) -> list[dict[str, object]]:
 
 def what_next(running: Services, demo: Demo, folder: Path) -> str:
     """Commands to go on with. ``folder``: with the pipeline files; the commands name files from the current folder."""
-    here, checkout = Path.cwd(), folder.resolve().parent
+    current_folder, checkout = Path.cwd(), folder.resolve().parent
     file = folder.resolve() / demo.file
     file, workspace = (
-        path.relative_to(here) if here == checkout else path for path in (file, checkout / "workspace.yaml")
+        path.relative_to(current_folder) if current_folder == checkout else path
+        for path in (file, checkout / "workspace.yaml")
     )
     names = " ".join(f"{name}={value}" for name, value in addresses(running).items())
-    named = "" if demo is INVOICES else f"ZYNC_PIPELINE={shlex.quote(str(file))} "
+    setting = "" if demo is INVOICES else f"ZYNC_PIPELINE={shlex.quote(str(file))} "
     return (
         "\nThe broker, the registry and the lake are still there."
-        f"\n  the asset graph:  {named}dagster dev -w {shlex.quote(str(workspace))}    (then open http://127.0.0.1:3000)"
+        f"\n  the asset graph:  {setting}dagster dev -w {shlex.quote(str(workspace))}    (then open http://127.0.0.1:3000)"
         f"\n  go on by hand:    export {names}"
         f"\n                    zync status {shlex.quote(str(file))}"
         "\n  stop, or remove:  zync demo --stop       zync demo --clean"

@@ -61,8 +61,8 @@ def diff(file: Path, new_file: Path, fmt: Format) -> None:
     """
     old, new = load(file), load(new_file)
     with tempfile.TemporaryDirectory(prefix="zync-diff-") as folder:
-        found = list(differences(old, new, Path(folder)))
-    rows = [{"topic": item.topic, "key": item.key, "old": item.old, "new": item.new} for item in found]
+        key_differences = list(differences(old, new, Path(folder)))
+    rows = [{"topic": item.topic, "key": item.key, "old": item.old, "new": item.new} for item in key_differences]
     if rows or fmt == "json":
         print_rows(rows, COLUMNS, fmt)
     else:
@@ -78,29 +78,29 @@ def differences(old: Pipeline, new: Pipeline, folder: Path) -> Iterator[KeyDiffe
     _check_history([old, new])
     prefix = f"zync-diff-{uuid.uuid4().hex[:8]}."
     session = partial(spark_session, old.spark, str(folder))
-    made: list[Pipeline] = []
+    scratches: list[Pipeline] = []
     for name, pipeline in (("old", old), ("new", new)):
         _copy_raw(pipeline, folder / name)
-        made.append(scratch(pipeline, prefix, str(folder / name)))
-        for _ in etl_all(made[-1], session):
+        scratches.append(scratch(pipeline, prefix, str(folder / name)))
+        for _ in etl_all(scratches[-1], session):
             pass
     topics = dict.fromkeys(item.topic for pipeline in (old, new) for item in pipeline.outputs)
     for topic in topics:
-        sides = [_rows(session(), pipeline, f"{prefix}{topic}") for pipeline in made]
-        yield from _compared(topic, sides[0], sides[1])
+        sides = [_rows(session(), pipeline, f"{prefix}{topic}") for pipeline in scratches]
+        yield from _compare_rows(topic, sides[0], sides[1])
 
 
 def _check_history(pipelines: Sequence[Pipeline]) -> None:
-    gone: dict[str, None] = {}
+    removals: dict[str, None] = {}
     for pipeline in pipelines:
         for item in pipeline.inputs:
             state = raw.open_raw(pipeline.lake, item.pool, item.topic) if pipeline.readers_of(item.topic) else None
             if state is not None:
-                gone |= dict.fromkeys(removed_records(item.topic, state, state.first))
-    if gone:
+                removals |= dict.fromkeys(removed_records(item.topic, state, state.first))
+    if removals:
         raise ZyncError(
-            f"retention removed raw records that both files need: {'; '.join(gone)}. Nothing was compared. Restore the raw table"
-            " to a version with these records, or compare files over a lake that has them."
+            f"retention removed raw records that both files need: {'; '.join(removals)}. Nothing was compared. Restore the raw"
+            " table to a version with these records, or compare files over a lake that has them."
         )
 
 
@@ -178,32 +178,32 @@ def _rows(spark: SparkSession, pipeline: Pipeline, topic: str) -> DataFrame:
     base = frame.selectExpr(
         f"to_json(struct(key), {WHOLE_JSON}) AS k", "kafka.offset AS o", "value", "schema", "left_out"
     )
-    gone = base.groupBy("k").agg(F.expr("max(CASE WHEN value IS NULL THEN o END) AS gone"))
-    live = base.join(gone, "k").where("value IS NOT NULL AND (gone IS NULL OR o > gone)")
+    deletions = base.groupBy("k").agg(F.expr("max(CASE WHEN value IS NULL THEN o END) AS gone"))
+    live = base.join(deletions, "k").where("value IS NOT NULL AND (gone IS NULL OR o > gone)")
     if not pa.types.is_struct(kind):
         return live.groupBy("k").agg(F.expr(f"max_by(to_json(struct(value), {WHOLE_JSON}), o) AS v"))
     texts: list[str] = []
     for item in fields_of(kind):
-        known = [name for name, text in schemas.items() if has_field(text, item)]
+        schema_names = [name for name, text in schemas.items() if has_field(text, item)]
         left_out = text_sql(path_sql(("value", item.name)))
-        fitting = f"schema IN ({', '.join(map(text_sql, known)) or 'NULL'})"
-        sets = f"{fitting} AND NOT coalesce(array_contains(left_out, {left_out}), false)"
+        condition = f"schema IN ({', '.join(map(text_sql, schema_names)) or 'NULL'})"
+        sets = f"{condition} AND NOT coalesce(array_contains(left_out, {left_out}), false)"
         text = f"to_json(struct(value.{name_sql(item.name)}), {WHOLE_JSON})"
         texts.append(f"max_by({text}, o) FILTER (WHERE {sets})")
     return live.groupBy("k").agg(F.expr(f"array_join(array({', '.join(texts)}), '\\n') AS v"))
 
 
-def _compared(topic: str, old: DataFrame, new: DataFrame) -> Iterator[KeyDifference]:
-    one, other = old.withColumnRenamed("v", "old"), new.withColumnRenamed("v", "new")
-    both = one.join(other, "k", "full_outer").where("NOT (old <=> new)")
-    for row in both.orderBy("k").toLocalIterator():
-        yield KeyDifference(topic, json.loads(row["k"]).get("key"), _parsed(row["old"]), _parsed(row["new"]))
+def _compare_rows(topic: str, old: DataFrame, new: DataFrame) -> Iterator[KeyDifference]:
+    old_rows, new_rows = old.withColumnRenamed("v", "old"), new.withColumnRenamed("v", "new")
+    pairs = old_rows.join(new_rows, "k", "full_outer").where("NOT (old <=> new)")
+    for row in pairs.orderBy("k").toLocalIterator():
+        yield KeyDifference(topic, json.loads(row["k"]).get("key"), _parse_lines(row["old"]), _parse_lines(row["new"]))
 
 
-def _parsed(text: str | None) -> object:
+def _parse_lines(text: str | None) -> object:
     if text is None:
         return None
-    found: dict[str, object] = {}
+    fields: dict[str, object] = {}
     for line in text.split("\n"):
-        found |= json.loads(line) if line else {}
-    return found["value"] if list(found) == ["value"] else found
+        fields |= json.loads(line) if line else {}
+    return fields["value"] if list(fields) == ["value"] else fields

@@ -70,11 +70,11 @@ def up(state_dir: Path, kafka_port: int | None, registry_port: int | None, lake:
 @click.option("--clean", is_flag=True, help="Remove topics, schemas and the services' lake too.")
 def down(state_dir: Path, clean: bool) -> None:
     """Stop both. Topics and schema ids are there again after the next `up`, unless --clean is given."""
-    before = services.status(state_dir)
-    if before is None or not services.down(state_dir, clean=clean):
+    running_services = services.status(state_dir)
+    if running_services is None or not services.down(state_dir, clean=clean):
         click.echo("nothing runs", err=True)
     elif clean:
-        click.echo(f"stopped; {before.state_dir} and {before.lake} are removed", err=True)
+        click.echo(f"stopped; {running_services.state_dir} and {running_services.lake} are removed", err=True)
     else:
         click.echo("stopped", err=True)
 

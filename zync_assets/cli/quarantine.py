@@ -92,12 +92,12 @@ def list_records(
     stage: key or value (it could not be decoded), etl (a rule fails on it), or sink (a target database refused it). Starts
     no JVM.
     """
-    loaded = load(pipeline)
-    asked = selection(loaded, topics, ranges, sinks)
+    model = load(pipeline)
+    choice = selection(model, topics, ranges, sinks)
     rows: list[dict[str, object]] = [
-        {name: getattr(record, name) for name in COLUMNS} for record in _of_rules(loaded, asked)
+        {name: getattr(record, name) for name in COLUMNS} for record in _of_rules(model, choice)
     ]
-    rows += [_refusal(record) for record in refused_records(loaded, asked)]
+    rows += [_refusal(record) for record in refused_records(model, choice)]
     print_rows(rows, COLUMNS, fmt)
 
 
@@ -113,13 +113,13 @@ def show(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) -
     Bytes that could not be decoded are shown as hex (in JSON: base64) and, where they are text, as text. A record that a target
     refused is shown as the sink reads it, raw or staged. Starts no JVM.
     """
-    loaded = load(pipeline)
-    choice = selection(loaded, (topic,), (f"{partition}:{offset}",))
-    records = [_whole(loaded, record, fmt) for record in quarantined_records(loaded, choice)]
-    records += [_refused(loaded, record, fmt) for record in refused_records(loaded, choice)]
+    model = load(pipeline)
+    choice = selection(model, (topic,), (f"{partition}:{offset}",))
+    records = [_record_details(model, record, fmt) for record in quarantined_records(model, choice)]
+    records += [_refusal_details(model, record, fmt) for record in refused_records(model, choice)]
     if not records:
         raise ZyncError(
-            f"{place_text(topic, partition, offset)} is not in quarantine. What is: {loaded.command('quarantine list')}"
+            f"{place_text(topic, partition, offset)} is not in quarantine. What is: {model.command('quarantine list')}"
         )
     for record in records:
         if fmt == "json":
@@ -144,36 +144,40 @@ def replay(
     A record that still fails stays in quarantine: stderr has the reason, and the exit code is 1. A note names the partitions
     of which ETL took later records before: `zync rebuild` makes their rows right.
     """
-    loaded = load(pipeline)
-    asked = selection(loaded, topics, ranges, sinks)
-    session = partial(spark_session, loaded.spark, loaded.lake)
-    before = {record.place for record in _of_rules(loaded, asked)}
-    seen = _seen(loaded)
+    model = load(pipeline)
+    choice = selection(model, topics, ranges, sinks)
+    session = partial(spark_session, model.spark, model.lake)
+    places = {record.place for record in _of_rules(model, choice)}
+    seen_offsets = _seen_offsets(model)
     reasons: dict[tuple[str, int, int], str] = {}
-    for made in () if sinks else replay_all(loaded, session, asked):
-        if isinstance(made, ReplayCommit):
-            reasons |= {(made.topic, *place): reason for place, reason in made.reasons.items()}
+    for commit in () if sinks else replay_all(model, session, choice):
+        if isinstance(commit, ReplayCommit):
+            reasons |= {(commit.topic, *place): reason for place, reason in commit.reasons.items()}
     # A record that a rule fails on has the reason of this attempt: ETL committed it just now.
-    left = {record.place: reasons.get(record.place, record.error) for record in _of_rules(loaded, asked)}
-    count, refused = replay_refused(loaded, session, asked)
-    for place, reason in list(refused.items())[:REASONS]:
+    reason_by_place = {record.place: reasons.get(record.place, record.error) for record in _of_rules(model, choice)}
+    count, refusals = replay_refused(model, session, choice)
+    for place, reason in list(refusals.items())[:REASONS]:
         click.echo(f"{place} stays: {reason}", err=True)
-    for (topic, partition, offset), reason in list(left.items())[:REASONS]:
+    for (topic, partition, offset), reason in list(reason_by_place.items())[:REASONS]:
         click.echo(f"{place_text(topic, partition, offset)} stays: {reason}", err=True)
-    if len(left) > REASONS:
-        others = loaded.command("quarantine list")
-        click.echo(f"{len(left) - REASONS} others stay. This shows them: {others}", err=True)
-    replayed = before - left.keys()
-    _say({"replayed": len(replayed) + count, "left": len(left) + len(refused)}, fmt)
+    if len(reason_by_place) > REASONS:
+        command = model.command("quarantine list")
+        click.echo(f"{len(reason_by_place) - REASONS} others stay. This shows them: {command}", err=True)
+    replayed_places = places - reason_by_place.keys()
+    _say({"replayed": len(replayed_places) + count, "left": len(reason_by_place) + len(refusals)}, fmt)
     if late := sorted(
-        {(topic, partition) for topic, partition, offset in replayed if offset + 1 < seen[topic, partition]}
+        {
+            (topic, partition)
+            for topic, partition, offset in replayed_places
+            if offset + 1 < seen_offsets[topic, partition]
+        }
     ):
         click.echo(
             f"note: ETL took later records before the replayed ones, of {_places(late)}. Where both change one row, an older"
-            f" value is now the last. This makes the rows right: {loaded.command('rebuild')}",
+            f" value is now the last. This makes the rows right: {model.command('rebuild')}",
             err=True,
         )
-    if left or refused:
+    if reason_by_place or refusals:
         raise click.exceptions.Exit(1)
 
 
@@ -198,26 +202,26 @@ def drop(
     """
     if not (topics or ranges or sinks or everything):
         raise ZyncError("say which records are to be dropped: --topic, --offsets, --sink or --all.")
-    loaded = load(pipeline)
-    asked = selection(loaded, topics, ranges, sinks)
-    dropped = (0 if sinks else drop_all(loaded, asked)) + drop_refused(loaded, asked)
-    if not dropped and not everything:
-        raise ZyncError(f"the options name no record of quarantine. What is: {loaded.command('quarantine list')}")
-    _say({"dropped": dropped}, fmt)
+    model = load(pipeline)
+    choice = selection(model, topics, ranges, sinks)
+    count = (0 if sinks else drop_all(model, choice)) + drop_refused(model, choice)
+    if not count and not everything:
+        raise ZyncError(f"the options name no record of quarantine. What is: {model.command('quarantine list')}")
+    _say({"dropped": count}, fmt)
 
 
-def _of_rules(pipeline: Pipeline, asked: Selection) -> Iterable[QuarantinedRecord]:
+def _of_rules(pipeline: Pipeline, choice: Selection) -> Iterable[QuarantinedRecord]:
     """The selected records that no target refused: none if sinks are named."""
-    return () if asked.sinks else quarantined_records(pipeline, asked)
+    return () if choice.sinks else quarantined_records(pipeline, choice)
 
 
-def _seen(pipeline: Pipeline) -> Counter[tuple[str, int]]:
+def _seen_offsets(pipeline: Pipeline) -> Counter[tuple[str, int]]:
     """(topic, partition) → the next offset that ETL looks at, in the staging pool that is the furthest."""
-    found = Counter[tuple[str, int]]()
+    offsets = Counter[tuple[str, int]]()
     for pool in pipeline.staging_pools:
         if (state := staging.open_staging(pipeline.lake, pool)) is not None:
-            found |= Counter({place: position.seen for place, position in state.head.inputs.items()})
-    return found
+            offsets |= Counter({place: position.seen for place, position in state.head.inputs.items()})
+    return offsets
 
 
 def _places(places: Sequence[tuple[str, int]]) -> str:
@@ -237,22 +241,24 @@ def selection(
 ) -> Selection:
     """The options as a selection; ZyncError for a topic that is no input, a sink that is none, or for text that is no range."""
     names = [item.topic for item in pipeline.inputs]
-    staged = {table.topic for sink in pipeline.sinks for table in sink.tables if table.staged}
+    staged_topics = {table.topic for sink in pipeline.sinks for table in sink.tables if table.staged}
     for topic in topics:
-        if topic not in names and topic not in staged:
+        if topic not in names and topic not in staged_topics:
             raise ZyncError(f"topic {topic} is no input of this pipeline; its inputs are {', '.join(names)}.")
-    known = [sink.name for sink in pipeline.sinks]
+    sink_names = [sink.name for sink in pipeline.sinks]
     for name in sinks:
-        if name not in known:
-            raise ZyncError(f"--sink {excerpt(name)}: the sinks of this pipeline are {', '.join(known) or 'none'}.")
+        if name not in sink_names:
+            raise ZyncError(
+                f"--sink {excerpt(name)}: the sinks of this pipeline are {', '.join(sink_names) or 'none'}."
+            )
     return Selection(topics, tuple(_range(text) for text in ranges), sinks)
 
 
 def _range(text: str) -> OffsetRange:
-    found = _RANGE.fullmatch(text)
-    if found is not None:
-        partition, first = whole(found[1], MAX_PARTITION), whole(found[2], MAX_OFFSET)
-        last = whole(found[3] or found[2], MAX_OFFSET)
+    match = _RANGE.fullmatch(text)
+    if match is not None:
+        partition, first = whole(match[1], MAX_PARTITION), whole(match[2], MAX_OFFSET)
+        last = whole(match[3] or match[2], MAX_OFFSET)
         if partition is not None and first is not None and last is not None and first <= last:
             return OffsetRange(partition, first, last + 1)
     raise ZyncError(
@@ -261,31 +267,31 @@ def _range(text: str) -> OffsetRange:
     )
 
 
-def _whole(pipeline: Pipeline, record: QuarantinedRecord, fmt: Format) -> dict[str, Any]:
+def _record_details(pipeline: Pipeline, record: QuarantinedRecord, fmt: Format) -> dict[str, Any]:
     snapshot = Snapshot(pipeline)
     state = snapshot.raw(record.topic)
     if state is None:
         raise ZyncError(f"topic {record.topic}: its raw table is missing")
-    whole: dict[str, Any] = {name: getattr(record, name) for name in ("pool", *COLUMNS[1:])}
+    details: dict[str, Any] = {name: getattr(record, name) for name in ("pool", *COLUMNS[1:])}
     if record.stage == "etl":
         span = OffsetRange(record.partition, record.offset, record.offset + 1)
         ids = ["key_schema_id", "value_schema_id"]
         columns = ["key", "value", *ids]
         row = rows_at(state.table.uri, raw.raw_files(state, [span]), record.partition, [record.offset], columns)
-        found: Mapping[str, Any] = row.get(record.offset, {})
-        sides = {name: found.get(name) for name in columns}
+        fields: Mapping[str, Any] = row.get(record.offset, {})
+        sides = {name: fields.get(name) for name in columns}
     else:
         rows = python_rows(entries(state, snapshot.quarantine(record.topic), ["key", "value"]))
-        found = next(row for row in rows if (row["partition"], row["offset"]) == record.place[1:])
+        fields = next(row for row in rows if (row["partition"], row["offset"]) == record.place[1:])
         sides = {}
         for name in ("key", "value"):
-            sides |= _bytes(name, found[name], fmt)
-    return whole | sides | {"headers": _headers(found.get("kafka") or {}, fmt)}
+            sides |= _bytes(name, fields[name], fmt)
+    return details | sides | {"headers": _headers(fields.get("kafka") or {}, fmt)}
 
 
 def _headers(kafka: Mapping[str, Any], fmt: Format) -> list[dict[str, Any]] | None:
     headers = kafka.get("headers")
-    return None if headers is None else [_header(each, fmt) for each in headers]
+    return None if headers is None else [_header(header, fmt) for header in headers]
 
 
 def _refusal(record: RefusedRecord) -> dict[str, object]:
@@ -295,9 +301,9 @@ def _refusal(record: RefusedRecord) -> dict[str, object]:
     return {**place, "offset": record.bad.offset, "time": None, **why}
 
 
-def _refused(pipeline: Pipeline, record: RefusedRecord, fmt: Format) -> dict[str, Any]:
+def _refusal_details(pipeline: Pipeline, record: RefusedRecord, fmt: Format) -> dict[str, Any]:
     """A refused record, as the sink reads it."""
-    table, bad, snapshot = record.table, record.bad, Snapshot(pipeline)
+    table, bad_record, snapshot = record.table, record.bad, Snapshot(pipeline)
     row: Mapping[str, Any] = {}
     names = {"key": "key", "value": "value"}
     if table.staged:
@@ -306,24 +312,30 @@ def _refused(pipeline: Pipeline, record: RefusedRecord, fmt: Format) -> dict[str
         files = state.output_files(table.topic) if state is not None else []
     else:
         state = snapshot.raw(table.topic)
-        files = raw.raw_files(state, [OffsetRange(bad.partition, bad.offset, bad.offset + 1)]) if state else []
+        files = (
+            raw.raw_files(state, [OffsetRange(bad_record.partition, bad_record.offset, bad_record.offset + 1)])
+            if state
+            else []
+        )
     if state is not None:
-        row = rows_at(state.table.uri, files, bad.partition, [bad.offset], list(names.values())).get(bad.offset, {})
+        row = rows_at(state.table.uri, files, bad_record.partition, [bad_record.offset], list(names.values())).get(
+            bad_record.offset, {}
+        )
     kafka = row.get("kafka") or {}
-    whole = {**_refusal(record), "time": kafka.get("time"), "table_key": bad.key}
-    whole |= {name: row.get(column) for name, column in names.items()}
-    return whole | ({} if table.staged else {"headers": _headers(kafka, fmt)})
+    details = {**_refusal(record), "time": kafka.get("time"), "table_key": bad_record.key}
+    details |= {name: row.get(column) for name, column in names.items()}
+    return details | ({} if table.staged else {"headers": _headers(kafka, fmt)})
 
 
 def _bytes(name: str, data: bytes | None, fmt: Format) -> dict[str, Any]:
     """The bytes, for a terminal as hex, and as text where they are that."""
     if data is None:
         return {name: None}
-    shown = {name: data if fmt == "json" else data.hex(" ")}
+    values = {name: data if fmt == "json" else data.hex(" ")}
     try:
-        return shown | {f"{name}_text": data.decode()}
+        return values | {f"{name}_text": data.decode()}
     except UnicodeDecodeError:
-        return shown
+        return values
 
 
 def _header(header: Mapping[str, Any], fmt: Format) -> dict[str, Any]:

@@ -83,7 +83,9 @@ def rewrite(sql: str, tables: Sequence[tuple[str, str]]) -> ViewQuery:
     pools = "|".join(sorted({re.escape(pool) for pool, _ in tables}))
     # A name with a sign stands in back quotes.
     names = rf"`([^`]+){LATEST}`|`([^`]+)`{LATEST}\b|([\w.-]+?){LATEST}\b"
-    sql = re.sub(rf"(?i)\b({pools})\.(?:{names})", lambda it: f"{it[1]}.`{it[it.lastindex or 1]}{LATEST}`", sql)
+    sql = re.sub(
+        rf"(?i)\b({pools})\.(?:{names})", lambda match: f"{match[1]}.`{match[match.lastindex or 1]}{LATEST}`", sql
+    )
     try:
         statements = [item for item in sqlglot.parse(sql, read="spark") if item is not None]
     except SqlglotError as error:

@@ -79,7 +79,7 @@ def trace(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) 
     for row in rows[1:]:
         if row["time"] is None:
             click.echo(
-                f"note: {_why_gone(loaded, str(row['topic']), int(str(row['partition'])), int(str(row['offset'])))}",
+                f"note: {_absence_reason(loaded, str(row['topic']), int(str(row['partition'])), int(str(row['offset'])))}",
                 err=True,
             )
     print_rows(rows, TRACE_COLUMNS, fmt)
@@ -87,29 +87,29 @@ def trace(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) 
 
 def pending_rows(pipeline: Pipeline, pool: str) -> Iterator[Row]:
     """The records of a staging pool that wait, by topic, partition and offset."""
-    waiting = _waiting(pipeline, pool)
+    all_items = _pending_items(pipeline, pool)
     joins, names = pipeline.joins_of(pool), {rule.name for rule in pipeline.rules_of(pool)}
-    before: Counter[tuple[str, str, int]] = Counter()
-    fronts = _fronts(pipeline, pool, waiting)
+    counts: Counter[tuple[str, str, int]] = Counter()
+    fronts = _fronts(pipeline, pool, all_items)
     now = time.time()
-    for (topic, partition), group in groupby(waiting, key=lambda item: (item["topic"], item["partition"])):
+    for (topic, partition), group in groupby(all_items, key=lambda item: (item["topic"], item["partition"])):
         items = list(group)
-        found = raw_rows(pipeline, topic, partition, [item["offset"] for item in items])
+        rows = raw_rows(pipeline, topic, partition, [item["offset"] for item in items])
         for item in items:
-            row, rule = found.get(item["offset"], {}), joins.get((item["rule"], topic))
-            when = row["kafka"]["time"] if row else None
+            row, rule = rows.get(item["offset"], {}), joins.get((item["rule"], topic))
+            record_time = row["kafka"]["time"] if row else None
             yield {
                 "pool": pool,
                 **{name: item[name] for name in ("topic", "partition", "offset", "rule")},
                 "key": row.get("key"),
                 "join_key": _join_key(rule, topic, row) if rule and row else None,
-                "time": when,
-                "age_seconds": None if when is None else round(max(0.0, now - when.timestamp())),
-                "why": _why(item, rule, before, fronts.get((topic, partition, item["offset"])), names),
+                "time": record_time,
+                "age_seconds": None if record_time is None else round(max(0.0, now - record_time.timestamp())),
+                "why": _why(item, rule, counts, fronts.get((topic, partition, item["offset"])), names),
             }
 
 
-def _waiting(pipeline: Pipeline, pool: str) -> list[dict[str, Any]]:
+def _pending_items(pipeline: Pipeline, pool: str) -> list[dict[str, Any]]:
     """The rows of ``read_waiting``."""
     state = staging.open_staging(pipeline.lake, pool)
     if state is None or not any(state.head.waiting.values()):
@@ -125,25 +125,25 @@ def trace_rows(pipeline: Pipeline, topic: str, partition: int, offset: int) -> l
     if topic in {item.topic for item in pipeline.inputs}:
         return _pending_trace(pipeline, (topic, partition, offset))
     if topic not in {item.topic for item in pipeline.outputs}:
-        known = ", ".join(item.topic for item in pipeline.outputs)
-        raise LakeError(f"topic {topic} is no output of {pipeline.path}; its outputs: {known}")
+        names = ", ".join(item.topic for item in pipeline.outputs)
+        raise LakeError(f"topic {topic} is no output of {pipeline.path}; its outputs: {names}")
     pool = pipeline.output(topic).pool
     state = staging.open_staging(pipeline.lake, pool)
     output = _output(state, topic, partition, offset) if state else None
     if output is None:
         position = state.head.outputs.get((topic, partition)) if state else None
-        filled = (
+        partitions = (
             [part for (of, part), place in state.head.outputs.items() if of == topic and place.next > place.base]
             if state
             else []
         )
-        if position and partition in filled:
-            held = f"offsets {position.base} to {position.next - 1}"
-        elif filled:
-            held = f"none of this partition. Choose one with --partition: {', '.join(map(str, sorted(filled)))}"
+        if position and partition in partitions:
+            contents = f"offsets {position.base} to {position.next - 1}"
+        elif partitions:
+            contents = f"none of this partition. Choose one with --partition: {', '.join(map(str, sorted(partitions)))}"
         else:
-            held = "no outputs of this topic yet"
-        raise LakeError(f"{place_text(topic, partition)}: offset {offset} is not staged; {pool} holds {held}")
+            contents = "no outputs of this topic yet"
+        raise LakeError(f"{place_text(topic, partition)}: offset {offset} is not staged; {pool} holds {contents}")
     rows: list[Row] = [
         {
             "role": "output",
@@ -171,23 +171,23 @@ def _contributions(pipeline: Pipeline, topic: str, partition: int, offset: int) 
     snapshot, pool = Snapshot(pipeline), pipeline.output(topic).pool
     raw_states = {item.topic: snapshot.raw(item.topic) for item in pipeline.inputs_of(pool)}
     rules = with_lake_names(pipeline, raw_states, state).rules_of(pool)
-    named = next(item for item in rules if item.name == rule.name)
+    view_rule = next(item for item in rules if item.name == rule.name)
     with spark_failures(lambda text: LakeError(f"view {rule.name}: its rows can't be shown: {text}")):
-        found = contributions(spark_session(pipeline.spark, pipeline.lake), state, rules, named, offset, partition)
-    if found is None:
+        rows = contributions(spark_session(pipeline.spark, pipeline.lake), state, rules, view_rule, offset, partition)
+    if rows is None:
         click.echo(
             f"note: view {rule.name} is not as it was when its result was staged, so that its rows are not shown. Compute the"
             f" result again: {pipeline.command('rebuild')}",
             err=True,
         )
-    return [{**_source(pipeline, rule.name, asdict(each)), "role": f"row {each.alias}"} for each in found or ()]
+    return [{**_source(pipeline, rule.name, asdict(place)), "role": f"row {place.alias}"} for place in rows or ()]
 
 
 def _pending_trace(pipeline: Pipeline, place: tuple[str, int, int]) -> list[Row]:
     """A pending record, the record that it waits behind, and the records that wait behind it. LakeError if the record is not
     pending."""
     for pool in pipeline.staging_pools:
-        items = {(item["topic"], item["partition"], item["offset"]): item for item in _waiting(pipeline, pool)}
+        items = {(item["topic"], item["partition"], item["offset"]): item for item in _pending_items(pipeline, pool)}
         if place in items:
             fronts = _fronts(pipeline, pool, list(items.values()))
             roles = [("pending", items[place])]
@@ -226,16 +226,16 @@ def _source(pipeline: Pipeline, rule: str, place: Mapping[str, Any]) -> Row:
     }
 
 
-def _why_gone(pipeline: Pipeline, topic: str, partition: int, offset: int) -> str:
+def _absence_reason(pipeline: Pipeline, topic: str, partition: int, offset: int) -> str:
     """Why a raw record that made an output is not there."""
     record = f"the record at offset {offset} of {topic}, partition {partition},"
     pools = {item.topic: item.pool for item in pipeline.inputs}
     if topic not in pools:
         return f"{record} can't be shown: {topic} is no input of {pipeline.path} any more"
     table = raw.open_raw(pipeline.lake, pools[topic], topic)
-    kept = table.retention_start.get(partition, 0) if table else 0
-    if offset < kept:
-        return f"{record} is removed: by retention, {table_name(pools[topic], topic)} begins at offset {kept} now"
+    start = table.retention_start.get(partition, 0) if table else 0
+    if offset < start:
+        return f"{record} is removed: by retention, {table_name(pools[topic], topic)} begins at offset {start} now"
     return f"{record} is not in {table_name(pools[topic], topic)}. Every check: {pipeline.command('check')}"
 
 
@@ -247,11 +247,11 @@ def _role(pipeline: Pipeline, name: str, topic: str) -> str:
     return "source"
 
 
-def _fronts(pipeline: Pipeline, pool: str, waiting: Sequence[Item]) -> dict[tuple[str, int, int], Item]:
+def _fronts(pipeline: Pipeline, pool: str, items: Sequence[Item]) -> dict[tuple[str, int, int], Item]:
     """Place of a pending record without a join key → the pending record of its source row that it waits behind."""
     rules = {rule.name: rule for rule in pipeline.rules_of(pool)}
     rows: list[tuple[tuple[str, int], Item, bool]] = []
-    for item in waiting:
+    for item in items:
         if item["row"] is None:
             continue
         if (rule := rules.get(item["rule"])) is not None:
@@ -259,24 +259,24 @@ def _fronts(pipeline: Pipeline, pool: str, waiting: Sequence[Item]) -> dict[tupl
             continue
         # The file lacks the rule of the record, and so the output. The record holds its row in each output of the topic.
         rows += [((out, item["row"]), item, True) for out in possible_outputs(rules.values(), item["topic"])]
-    first: dict[tuple[str, int], Item] = {}
+    first_items: dict[tuple[str, int], Item] = {}
     for row, item, joins in rows:
         if joins:
-            first.setdefault(row, item)
+            first_items.setdefault(row, item)
     return {
-        (item["topic"], item["partition"], item["offset"]): first[row]
+        (item["topic"], item["partition"], item["offset"]): first_items[row]
         for row, item, joins in rows
-        if not joins and row in first and _may_precede(first[row], item)
+        if not joins and row in first_items and _may_precede(first_items[row], item)
     }
 
 
-def _may_precede(one: Item, other: Item) -> bool:
+def _may_precede(first: Item, second: Item) -> bool:
     """Whether a record may come before another of its source row. The offsets of two partitions do not tell."""
-    return one["partition"] != other["partition"] or one["offset"] < other["offset"]
+    return first["partition"] != second["partition"] or first["offset"] < second["offset"]
 
 
 def _why(
-    item: Item, rule: Rule | None, before: Counter[tuple[str, str, int]], front: Item | None, names: Collection[str]
+    item: Item, rule: Rule | None, counts: Counter[tuple[str, str, int]], front: Item | None, names: Collection[str]
 ) -> str:
     """Why a record waits. ``names``: of the pool's rules."""
     if front is not None:
@@ -291,8 +291,8 @@ def _why(
     if item["hash"] is None:
         return "null join key: nothing matches it"
     place = (item["topic"], item["rule"], item["hash"])
-    before[place] += 1
-    return kind_of(rule).reason(rule, item["topic"], before[place] - 1)
+    counts[place] += 1
+    return kind_of(rule).reason(rule, item["topic"], counts[place] - 1)
 
 
 def _join_key(rule: Rule, topic: str, row: Mapping[str, Any]) -> object:
@@ -304,11 +304,11 @@ def _join_key(rule: Rule, topic: str, row: Mapping[str, Any]) -> object:
 
 def _column(expression: str, row: Mapping[str, Any]) -> object:
     path = _PATH.fullmatch(expression.strip())
-    found: Any = row
+    content: Any = row
     for name in re.findall(r"\w+|`[^`]+`", path[1]) if path else [""]:
-        fields = {original_name(key): value for key, value in found.items()} if isinstance(found, Mapping) else {}
+        fields = {original_name(key): value for key, value in content.items()} if isinstance(content, Mapping) else {}
         # As it is written, else without regard to case.
-        named = {key.lower(): value for key, value in fields.items()} | fields
+        aliases = {key.lower(): value for key, value in fields.items()} | fields
         name = name.strip("`")
-        found = named.get(name, named.get(name.lower()))
-    return found
+        content = aliases.get(name, aliases.get(name.lower()))
+    return content

@@ -188,18 +188,20 @@ def sink(pipeline: Path, names: tuple[str, ...], reset: str | None, verify: bool
     With --verify, the exit code is 1 if a row differs.
     """
     model = load(pipeline)
-    known = [item.name for item in model.sinks]
+    sink_names = [item.name for item in model.sinks]
     for name in names:
-        if name not in known:
-            raise ZyncError(f"--sink {excerpt(name)}: the sinks of this pipeline are {', '.join(known) or 'none'}.")
+        if name not in sink_names:
+            raise ZyncError(
+                f"--sink {excerpt(name)}: the sinks of this pipeline are {', '.join(sink_names) or 'none'}."
+            )
     if reset is not None:
-        found = [item.name for item in model.sinks for table in item.tables if table.name == reset]
-        chosen = [name for name in found if not names or name in names]
-        if len(chosen) != 1:
+        owners = [item.name for item in model.sinks for table in item.tables if table.name == reset]
+        choices = [name for name in owners if not names or name in names]
+        if len(choices) != 1:
             tables = ", ".join(f"{item.name}: {table.name}" for item in model.sinks for table in item.tables)
-            cure = "name its sink with --sink" if chosen else f"there are {tables or 'no tables'}"
+            cure = "name its sink with --sink" if choices else f"there are {tables or 'no tables'}"
             raise ZyncError(f"--reset {excerpt(reset)}: {cure}.")
-        for place in reset_sink(model, _session(model), chosen[0], reset):
+        for place in reset_sink(model, _session(model), choices[0], reset):
             click.echo(f"{place}: writes this table too, and begins at the start again", err=True)
     if verify:
         _verify(model, names, fmt)
@@ -211,11 +213,11 @@ def _verify(model: Pipeline, names: tuple[str, ...], fmt: Format) -> None:
     """Print whether the rows of the sinks' tables are what their records make them; exit code 1 if not."""
     from zync_assets.checks.state_checks import rows_match
 
-    chosen = [(item, table) for item in model.sinks if not names or item.name in names for table in item.tables]
-    results = [rows_match(model, _session(model), item, table) for item, table in chosen]
-    rows = [{"of": found.subject, "passed": found.passed, "summary": found.summary} for found in results]
+    tables = [(item, table) for item in model.sinks if not names or item.name in names for table in item.tables]
+    results = [rows_match(model, _session(model), item, table) for item, table in tables]
+    rows = [{"of": result.subject, "passed": result.passed, "summary": result.summary} for result in results]
     print_rows(rows, ("of", "passed", "summary"), fmt)
-    if not all(found.passed for found in results):
+    if not all(result.passed for result in results):
         raise SystemExit(1)
 
 
@@ -291,8 +293,8 @@ def _raise_resting(rests: Mapping[Place, Rest]) -> None:
 
 def _sleep(seconds: float, is_stopped: Callable[[], bool], deadline: float | None) -> None:
     """Wait, but not past the deadline, nor long after a signal."""
-    until = time.monotonic() + seconds
-    while not is_stopped() and time.monotonic() < min(until, deadline or until):
+    end = time.monotonic() + seconds
+    while not is_stopped() and time.monotonic() < min(end, deadline or end):
         time.sleep(min(seconds, POLL_SECONDS))
 
 
@@ -403,9 +405,9 @@ def _progress() -> Generator[runner.Progress]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
     # If stdout is a terminal too, its lines appear above the bar.
-    both = sys.stdout.isatty()
+    is_terminal = sys.stdout.isatty()
     console = Console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, redirect_stdout=both) as bar:
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, redirect_stdout=is_terminal) as bar:
         tasks: dict[str, TaskID] = {}
         start = time.monotonic()
 

@@ -57,22 +57,24 @@ def input_way(item: Input, state: RawState | None, registry: Registry | None) ->
             column = state.schema.field(side).type if state and side in state.schema.names else None
             ways[side] = [plain_way(of, column)]
             continue
-        ids = [known.id for known in (state.writers if state else ()) if known.side == side and known.id is not None]
+        ids = [
+            writer.id for writer in (state.writers if state else ()) if writer.side == side and writer.id is not None
+        ]
         try:
-            ways[side] = _of_registered(registry, ids, f"{item.topic}-{side}")
+            ways[side] = _registered_ways(registry, ids, f"{item.topic}-{side}")
         except (RegistryError, SchemaError):
             ways[side] = []
-    return _told(ways["key"], ways["value"])
+    return _way_text(ways["key"], ways["value"])
 
 
-def _of_registered(registry: Registry | None, ids: Iterable[int], subject: str) -> list[Way]:
+def _registered_ways(registry: Registry | None, ids: Iterable[int], subject: str) -> list[Way]:
     if registry is None:
         return []
-    found: list[Way] = [decode_way(registry.schema(number)) for number in ids]
-    latest = None if found else registry.latest(subject)
+    ways: list[Way] = [decode_way(registry.schema(number)) for number in ids]
+    latest = None if ways else registry.latest(subject)
     if latest is not None:
-        found.append(decode_way(latest[1]))
-    return found
+        ways.append(decode_way(latest[1]))
+    return ways
 
 
 def output_way(item: Output, state: StagingState | None) -> str | None:
@@ -82,16 +84,16 @@ def output_way(item: Output, state: StagingState | None) -> str | None:
     for side, of in (("key", item.key), ("value", item.value)):
         schemas = [json.dumps(text[side]["schema"]) for text in texts if text[side]["schema"] is not None]
         ways[side] = [decode_way(schema) for schema in schemas] if of.format == "avro" else [plain_way(of, None)]
-    return _told(ways["key"], ways["value"])
+    return _way_text(ways["key"], ways["value"])
 
 
-def _told(key: Iterable[Way], value: Iterable[Way]) -> str | None:
+def _way_text(key: Iterable[Way], value: Iterable[Way]) -> str | None:
     """One word where both sides take one way, or one side is not known yet."""
     sides = {"key": " and ".join(sorted(set(key))), "value": " and ".join(sorted(set(value)))}
-    known = {name: ways for name, ways in sides.items() if ways}
-    if len(set(known.values())) <= 1:
-        return next(iter(known.values()), None)
-    return ", ".join(f"{name} {ways}" for name, ways in known.items())
+    known_ways = {name: ways for name, ways in sides.items() if ways}
+    if len(set(known_ways.values())) <= 1:
+        return next(iter(known_ways.values()), None)
+    return ", ".join(f"{name} {ways}" for name, ways in known_ways.items())
 
 
 TIMEOUT = 5.0
@@ -194,19 +196,19 @@ def input_rows(
         for partition in sorted({*marks, *(table.next if table else ()), *head.seen(item.topic)}):
             mark = marks.get(partition)
             position = head.inputs.get((item.topic, partition))
-            upcoming = table.next.get(partition) if table else None
+            next_offset = table.next.get(partition) if table else None
             row: Row = {"topic": item.topic, "partition": partition, "pool": item.pool, "staging": pool, "way": way}
             row |= {"low": mark.low, "end": mark.end} if mark else {}
-            row["kept"] = _kept(table, partition)
-            row["next"] = upcoming
+            row["kept"] = _first_kept(table, partition)
+            row["next"] = next_offset
             if mark:
-                row["lag"] = max(0, mark.end - (mark.low if upcoming is None else upcoming))
-            if upcoming is not None and table is not None:
-                row["new"] = upcoming - (position.seen if position else table.first.get(partition, upcoming))
+                row["lag"] = max(0, mark.end - (mark.low if next_offset is None else next_offset))
+            if next_offset is not None and table is not None:
+                row["new"] = next_offset - (position.seen if position else table.first.get(partition, next_offset))
                 # The account counts quarantined records below seen. Here the side table's records at or past seen are added.
                 below = position.seen if position else 0
                 row["quarantined"] = head.counts.get((item.topic, partition, "quarantined"), 0) + sum(
-                    each == partition and offset >= below for each, offset in aside
+                    record_partition == partition and offset >= below for record_partition, offset in aside
                 )
             if position:
                 row |= {"seen": position.seen, "cursor": cursors.get(partition, position.seen)}
@@ -214,7 +216,7 @@ def input_rows(
             yield row
 
 
-def _kept(table: RawState | None, partition: int) -> int | None:
+def _first_kept(table: RawState | None, partition: int) -> int | None:
     """The first offset that the raw table keeps."""
     return None if table is None else table.retention_start.get(partition, table.first.get(partition))
 
@@ -234,9 +236,13 @@ def output_rows(
     """A row a partition of an output topic, in order. ``verified``: (output topic, partition) → the offset up to which it was
     published."""
     marks = _marks(states.get(item.topic))
-    known = {p: found for (topic, p), found in (state.head.outputs if state else {}).items() if topic == item.topic}
-    for partition in sorted({*marks, *known}) or [0]:
-        mark, position = marks.get(partition), known.get(partition)
+    positions = {
+        p: head_position
+        for (topic, p), head_position in (state.head.outputs if state else {}).items()
+        if topic == item.topic
+    }
+    for partition in sorted({*marks, *positions}) or [0]:
+        mark, position = marks.get(partition), positions.get(partition)
         row: Row = {"topic": item.topic, "partition": partition, "pool": item.pool, "way": output_way(item, state)}
         row |= {"low": mark.low, "end": mark.end} if mark else {}
         row |= {"base": position.base, "next": position.next} if position else {}
@@ -253,15 +259,17 @@ def order_rows(pipeline: Pipeline, pool: str, state: StagingState | None) -> Ite
     snapshot = Snapshot(pipeline)
     tables = {item.topic: snapshot.raw(item.topic) for item in items}
     domains, ranges = domains_of(items, tables), unseen(tables, head)
-    found = cuts(pipeline, domains, tables, head, ranges, dict.fromkeys(domains, sys.maxsize))
-    for domain, part in found.items():
-        new = sum(each.end - each.first for topic in part.ranges for each in ranges[topic])
-        waiting = new - sum(each.end - each.first for taken in part.ranges.values() for each in taken)
-        row: Row = {"domain": domain, "pool": pool, "waiting": waiting}
+    cut_by_domain = cuts(pipeline, domains, tables, head, ranges, dict.fromkeys(domains, sys.maxsize))
+    for domain, part in cut_by_domain.items():
+        new_count = sum(span.end - span.first for topic in part.ranges for span in ranges[topic])
+        waiting_count = new_count - sum(
+            span.end - span.first for taken_ranges in part.ranges.values() for span in taken_ranges
+        )
+        row: Row = {"domain": domain, "pool": pool, "waiting": waiting_count}
         behind = part.frontier.behind
-        if waiting and behind is not None:
+        if waiting_count and behind is not None:
             row |= {"topic": behind.topic, "partition": behind.partition}
-        if waiting and part.blocker is not None:
+        if waiting_count and part.blocker is not None:
             row["transaction"] = part.blocker.name
         late = (item.records for (topic, _), item in head.late.items() if topic in part.ranges)
         transactions = head.transactions.get(domain)
@@ -281,25 +289,25 @@ def sink_rows(pipeline: Pipeline) -> Iterator[Row]:
                 yield {"sink": sink.name, "table": table.name, "source": table.source}
                 continue
             for partition, end in sorted(plan.ends.items()):
-                upcoming = plan.progress.next.get(partition)
-                start = plan.starts[partition] if upcoming is None else upcoming
+                next_offset = plan.progress.next.get(partition)
+                start = plan.starts[partition] if next_offset is None else next_offset
                 row: Row = {"sink": sink.name, "table": table.name, "source": table.source, "partition": partition}
-                bad = sum(item.partition == partition for item in plan.progress.bad)
-                yield {**row, "next": upcoming, "end": end, "lag": max(0, end - start), "quarantined": bad}
+                count = sum(item.partition == partition for item in plan.progress.bad)
+                yield {**row, "next": next_offset, "end": end, "lag": max(0, end - start), "quarantined": count}
 
 
 def _ask(pipeline: Pipeline) -> dict[str, TopicState]:
     topics = [item.topic for item in (*pipeline.inputs, *pipeline.outputs)]
     try:
-        found = survey(pipeline.kafka, topics, TIMEOUT, LEADER_SECONDS)
+        topic_survey = survey(pipeline.kafka, topics, TIMEOUT, LEADER_SECONDS)
     except (BrokerUnavailable, TrustError) as error:
         click.echo(f"note: {error}", err=True)
         return {}
-    for error in found.problems.values():
+    for error in topic_survey.problems.values():
         raise error
-    for error in found.errors.values():
+    for error in topic_survey.errors.values():
         click.echo(f"note: {error}", err=True)
-    states = dict(found.states)
+    states = dict(topic_survey.states)
     for item in pipeline.inputs:
         if item.topic not in states:
             click.echo(f"note: topic {item.topic} is not there", err=True)
@@ -319,7 +327,9 @@ def _cursors(pipeline: Pipeline, state: StagingState, topic: str) -> dict[int, i
         facts, *_ = read_entries(state)
     except DamagedFile as error:
         raise LakeError(f"{error}. Every check: {pipeline.command('check')}") from error
-    return {p: int(found.waiting[0]) for (name, p), found in facts.items() if name == topic and len(found.waiting)}
+    return {
+        p: int(entries.waiting[0]) for (name, p), entries in facts.items() if name == topic and len(entries.waiting)
+    }
 
 
 def _state_results(pipeline: Pipeline) -> Iterator[CheckResult]:
@@ -365,22 +375,22 @@ def check(pipeline: Path, state: bool, with_rows: bool, accept: str | None, fmt:
 
     Starts no JVM, but for --state and --rows.
     """
-    failed = False
+    has_failed = False
     rows: list[dict[str, object]] = []
     model = load(pipeline)
     for pool in model.staging_pools if accept else ():
         accept_source_order(model, pool)
-    for found in chain(
+    for result in chain(
         run_all(model), _state_results(model) if state else (), _row_results(model) if with_rows else ()
     ):
-        failed = failed or (not found.passed and found.severity == "error")
+        has_failed = has_failed or (not result.passed and result.severity == "error")
         row: dict[str, object] = {
-            "check": found.name,
-            "of": found.subject,
-            "result": "passed" if found.passed else "failed" if found.severity == "error" else "warning",
-            "severity": found.severity,
-            "summary": found.summary,
-            "numbers": dict(found.numbers),
+            "check": result.name,
+            "of": result.subject,
+            "result": "passed" if result.passed else "failed" if result.severity == "error" else "warning",
+            "severity": result.severity,
+            "summary": result.summary,
+            "numbers": dict(result.numbers),
         }
         if fmt == "json":
             print_json(row)
@@ -388,5 +398,5 @@ def check(pipeline: Path, state: bool, with_rows: bool, accept: str | None, fmt:
             rows.append(row)
     if fmt == "table":
         print_rows(rows, [name for name in COLUMNS if name not in ("severity", "numbers")], fmt)
-    if failed:
+    if has_failed:
         raise SystemExit(1)

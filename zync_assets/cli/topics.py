@@ -344,8 +344,8 @@ def restore(pipeline: Path, source: str, topic: str, since: str | None, until: s
     first, end = _micros("--since", since), _micros("--until", until)
     if first is not None and end is not None and first >= end:
         raise click.UsageError(f"--until {until} is not after --since {since}. Write a later time for --until.")
-    made = restored(load(pipeline), source, topic, first, end, partial(click.echo, err=True))
-    print_rows((vars(item) for item in made), RESTORED, fmt)
+    commits = restored(load(pipeline), source, topic, first, end, partial(click.echo, err=True))
+    print_rows((vars(item) for item in commits), RESTORED, fmt)
 
 
 def _micros(option: str, text: str | None) -> int | None:

@@ -72,7 +72,7 @@ def _report_good(model: Pipeline, file: Path, fmt: Format, notes: Sequence[str])
         f"output {topic} has records of rule {name} that expire, on-expire: emit, beside those of {' and '.join(others)}: such a"
         " record comes after later changes of its row, and may overwrite newer values or bring a deleted row back. Use"
         " on-expire: quarantine, or an output of its own."
-        for topic, name, others in _overwritten(model)
+        for topic, name, others in _overwritten_outputs(model)
     ]
     if fmt == "json":
         print_json({"file": str(file), "ok": True, "name": model.name, **counts, **({"notes": notes} if notes else {})})
@@ -83,15 +83,15 @@ def _report_good(model: Pipeline, file: Path, fmt: Format, notes: Sequence[str])
             click.echo(f"note: {note}")
 
 
-def _overwritten(model: Pipeline) -> Iterator[tuple[str, str, list[str]]]:
+def _overwritten_outputs(model: Pipeline) -> Iterator[tuple[str, str, list[str]]]:
     """Outputs to which a rule emits records that expire: the output, the rule, and the other rules of the output."""
     for output in model.outputs:
-        own = [rule for rule in model.rules if rule.out == output.topic]
-        names = list(dict.fromkeys(rule.part_of or rule.name for rule in own))
+        rules = [rule for rule in model.rules if rule.out == output.topic]
+        names = list(dict.fromkeys(rule.part_of or rule.name for rule in rules))
         for name in names if len(names) > 1 else ():
             expiry = next(rule.expiry for rule in model.rules if rule.name == name)
             if expiry is not None and expiry.action == "emit":
-                yield output.topic, name, [other for other in names if other != name]
+                yield output.topic, name, [other_name for other_name in names if other_name != name]
 
 
 def _is_ordered(model: Pipeline, rule: Rule) -> bool:
@@ -128,7 +128,7 @@ def help_(key: str | None, fmt: Format) -> None:
     else:
         path = found(KEYS, key)
         if path is None:
-            raise click.UsageError(_unknown(key))
+            raise click.UsageError(_unknown_key_text(key))
         paths = [path, *(below for below in KEYS if below.startswith(f"{path}."))]
     if fmt == "json":
         for path in paths:
@@ -146,7 +146,7 @@ def _fill(text: str, first: str = "", indent: str = "") -> str:
     return textwrap.fill(text, _WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _unknown(key: str) -> str:
+def _unknown_key_text(key: str) -> str:
     context = click.get_current_context().find_root()
     if isinstance(context.command, click.Group) and key in context.command.list_commands(context):
         return f"`{key}` is a command, not a key of the pipeline file; run `zync {key} --help`"

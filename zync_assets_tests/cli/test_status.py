@@ -11,7 +11,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from zync_assets.cli.main import main
-from zync_assets.cli.status import _told  # pyright: ignore[reportPrivateUsage]
+from zync_assets.cli.status import _way_text  # pyright: ignore[reportPrivateUsage]
 from zync_assets.kafka.librdkafka import way
 from zync_assets_tests.checks.chain import Chain
 
@@ -111,6 +111,6 @@ def test_neither_spark_nor_dagster_is_imported(sound_chain: Chain) -> None:
 def test_it_says_which_way_keys_and_values_take(sound_chain: Chain) -> None:
     rows, _ = rows_of(sound_chain.pipeline.path)
     assert {row["way"] for row in rows} == {"native"}
-    assert _told(["native"], ["fastavro", "native"]) == "key native, value fastavro and native"
-    assert _told([], ["fastavro"]) == "fastavro"
-    assert _told([], []) is None
+    assert _way_text(["native"], ["fastavro", "native"]) == "key native, value fastavro and native"
+    assert _way_text([], ["fastavro"]) == "fastavro"
+    assert _way_text([], []) is None
