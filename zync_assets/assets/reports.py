@@ -316,10 +316,10 @@ def _report(
 
 def refuse_partitions(pool: str, state: StagingState | None, keys: Iterable[OffsetRange]) -> None:
     """RangeUnknown for a range of a partition that no output topic of the pool has."""
-    known = sorted({0, *(partition for _, partition in state.head.outputs)} if state else {0})
+    partitions = sorted({0, *(partition for _, partition in state.head.outputs)} if state else {0})
     for key in keys:
-        if key.partition not in known:
-            have = "partition 0 alone" if known == [0] else f"partitions 0 to {known[-1]}"
+        if key.partition not in partitions:
+            have = "partition 0 alone" if partitions == [0] else f"partitions 0 to {partitions[-1]}"
             raise RangeUnknown(
                 f"pool {pool} has no range {format_key(key)}: outputs have {have}. Run"
                 f" {format_key(replace(key, partition=0))} instead, and delete the partition {format_key(key)} in Dagster."

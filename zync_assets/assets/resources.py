@@ -124,8 +124,12 @@ def _settings(resource: KafkaResource | RegistryResource, names: Mapping[str, st
         config: Any = resource.process_config_and_initialize()
     except DagsterInvalidConfigError as error:
         # The rest of its text shows the configuration.
-        missing = ", ".join(dict.fromkeys(_VARIABLE.findall(str(error))))
-        cure = f"the environment has no {missing}; set it" if missing else "its configuration is not valid; correct it"
+        missing_names = ", ".join(dict.fromkeys(_VARIABLE.findall(str(error))))
+        cure = (
+            f"the environment has no {missing_names}; set it"
+            if missing_names
+            else "its configuration is not valid; correct it"
+        )
         raise SetupError(f"{type(resource).__name__}: {cure}") from None
     fields = {
         names.get(name, name.replace("_", ".")): str(value)

@@ -242,11 +242,11 @@ def _count(
     counted[key] = None if total is None or (counts < 0).any() else total + int(counts.sum()) + extra
 
 
-def _count_waiting(rows: pa.Table, waiting: Counter[tuple[str, str]]) -> None:
+def _count_waiting(rows: pa.Table, pending_counts: Counter[tuple[str, str]]) -> None:
     changes = rows.filter(pc.is_in(rows["kind"], pa.array(["pending", "completed"])))
     for group in changes.group_by(["kind", "rule", "topic"]).aggregate([([], "count_all")]).to_pylist():
         sign = 1 if group["kind"] == "pending" else -1
-        waiting[group["rule"], group["topic"]] += sign * group["count_all"]
+        pending_counts[group["rule"], group["topic"]] += sign * group["count_all"]
 
 
 def read_waiting(state: StagingState) -> pa.Table:

@@ -172,8 +172,8 @@ def _run(pipeline: Pipeline) -> bool:
 
 
 def _scene(pipeline: Pipeline, demo: Demo, number: int) -> Scene:
-    waiting = [dict(row) for pool in pipeline.staging_pools for row in pending_rows(pipeline, pool)]
-    return Scene(number, output_rows(pipeline, demo.output), waiting, table_rows(pipeline, demo.output))
+    pending_records = [dict(row) for pool in pipeline.staging_pools for row in pending_rows(pipeline, pool)]
+    return Scene(number, output_rows(pipeline, demo.output), pending_records, table_rows(pipeline, demo.output))
 
 
 def _show_scene(scene: Scene, demo: Demo) -> None:

@@ -121,11 +121,11 @@ def _copy_raw(pipeline: Pipeline, folder: Path) -> None:
 
 def _copy(source: str, target: str) -> None:
     system, path = storage.filesystem(source)
-    [found] = system.get_file_info([path])
+    [info] = system.get_file_info([path])
     Path(target).parent.mkdir(parents=True, exist_ok=True)
-    if found.type == fs.FileType.NotFound or Path(target).exists():
+    if info.type == fs.FileType.NotFound or Path(target).exists():
         return
-    if found.type == fs.FileType.File and not storage.is_store(source):
+    if info.type == fs.FileType.File and not storage.is_store(source):
         shutil.copy2(source, target)
         return
     # The log first: a commit that comes meanwhile adds files that the copied log does not name.
@@ -133,7 +133,7 @@ def _copy(source: str, target: str) -> None:
         for part in ("_delta_log", "."):
             shutil.copytree(Path(source) / part, Path(target) / part, copy_function=_link, dirs_exist_ok=True)
         return
-    if found.type == fs.FileType.File:
+    if info.type == fs.FileType.File:
         _download(system, path, target)
         return
     inside = system.get_file_info(fs.FileSelector(path))

@@ -54,8 +54,8 @@ def pending(pipeline: Path, fmt: Format) -> None:
 
     The join key is shown where it is made of plain columns; age_seconds counts from the record's own time. Starts no JVM.
     """
-    loaded = load(pipeline)
-    print_rows((row for pool in loaded.staging_pools for row in pending_rows(loaded, pool)), PENDING_COLUMNS, fmt)
+    model = load(pipeline)
+    print_rows((row for pool in model.staging_pools for row in pending_rows(model, pool)), PENDING_COLUMNS, fmt)
 
 
 @click.command()
@@ -73,13 +73,13 @@ def trace(pipeline: Path, topic: str, offset: int, partition: int, fmt: Format) 
     For an output of a view, Spark also finds the rows that contribute to its key now. The role of such a row is the alias of its
     table. For other outputs, trace starts no JVM.
     """
-    loaded = load(pipeline)
-    rows = trace_rows(loaded, topic, partition, offset)
-    rows += _contributions(loaded, topic, partition, offset)
+    model = load(pipeline)
+    rows = trace_rows(model, topic, partition, offset)
+    rows += _contributions(model, topic, partition, offset)
     for row in rows[1:]:
         if row["time"] is None:
             click.echo(
-                f"note: {_absence_reason(loaded, str(row['topic']), int(str(row['partition'])), int(str(row['offset'])))}",
+                f"note: {_absence_reason(model, str(row['topic']), int(str(row['partition'])), int(str(row['offset'])))}",
                 err=True,
             )
     print_rows(rows, TRACE_COLUMNS, fmt)

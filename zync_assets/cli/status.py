@@ -137,15 +137,15 @@ def status(pipeline: Path, fmt: Format) -> None:
 
     The command only reads, and starts no JVM. Without a broker, the broker's columns are empty.
     """
-    loaded = load(pipeline)
-    states = _ask(loaded)
-    pools = {pool: staging.open_staging(loaded.lake, pool) for pool in loaded.staging_pools}
-    registry = quick_registry(loaded.registry)
-    inputs = [row for item in loaded.inputs for row in input_rows(loaded, item, states, pools, registry)]
-    ends = {pool: verified_ends(loaded.lake, pool, [item.topic for item in loaded.outputs_of(pool)]) for pool in pools}
-    outputs = [row for item in loaded.outputs for row in output_rows(item, states, pools[item.pool], ends[item.pool])]
-    orders = [row for pool, state in pools.items() for row in order_rows(loaded, pool, state)]
-    sinks = list(sink_rows(loaded))
+    model = load(pipeline)
+    states = _ask(model)
+    pools = {pool: staging.open_staging(model.lake, pool) for pool in model.staging_pools}
+    registry = quick_registry(model.registry)
+    inputs = [row for item in model.inputs for row in input_rows(model, item, states, pools, registry)]
+    ends = {pool: verified_ends(model.lake, pool, [item.topic for item in model.outputs_of(pool)]) for pool in pools}
+    outputs = [row for item in model.outputs for row in output_rows(item, states, pools[item.pool], ends[item.pool])]
+    orders = [row for pool, state in pools.items() for row in order_rows(model, pool, state)]
+    sinks = list(sink_rows(model))
     client = way()
     if fmt == "json":
         kinds = (

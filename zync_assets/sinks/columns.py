@@ -303,9 +303,9 @@ def make_layout(
             " {rename: ...}."
         )
     spellings = [name.lower() if target.ignores_case else name for name in names]
-    if twins := [name for name, spelling in zip(names, spellings, strict=True) if spellings.count(spelling) > 1]:
+    if duplicates := [name for name, spelling in zip(names, spellings, strict=True) if spellings.count(spelling) > 1]:
         raise SinkError(
-            f"sink {sink.name}, {table.source}: two columns would be called {twins[0]}. Give one another name with columns:"
+            f"sink {sink.name}, {table.source}: two columns would be called {duplicates[0]}. Give one another name with columns:"
             " {rename: ...}."
         )
     if spans := [

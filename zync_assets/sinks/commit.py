@@ -442,6 +442,6 @@ class Search:
 
     def _merge_to(self, positions: Mapping[int, int]) -> tuple[dict[int, int], Merge]:
         """The new positions (partition → next offset) of a batch, and the merge that commits the positions."""
-        moves = {partition: end for partition, end in positions.items() if self.position.get(partition) != end}
-        expected = {partition: self.position.get(partition) for partition in {*moves, *self.position}}
-        return moves, replace(self.task.merge, expected=expected, upcoming=moves)
+        new_ends = {partition: end for partition, end in positions.items() if self.position.get(partition) != end}
+        expected = {partition: self.position.get(partition) for partition in {*new_ends, *self.position}}
+        return new_ends, replace(self.task.merge, expected=expected, upcoming=new_ends)
