@@ -259,8 +259,10 @@ class _Commits:
         return all(names is not None and names.isdisjoint(entry.numbers) for names in known)
 
     def _read(self, uri: str, versions: Sequence[int]) -> None:
-        """Read the commits of other processes. The log may lack the entries of old versions, which stay unknown. So do the entries
-        of a log that can't be read: an entry of the queue is then committed alone."""
+        """Read the commits of other processes. The log may lack the entries of old versions, which stay unknown.
+
+        The entries of a log that can't be read stay unknown too: an entry of the queue is then committed alone.
+        """
         if versions:
             span = range(versions[0], versions[-1] + 1)
             with suppress(FileNotFoundError, LakeError, ValueError):
