@@ -125,15 +125,15 @@ def parse_url(url: str) -> ArchiveUrl:
     """
     base, _, query = url.partition("?")
     root = LakeUri(base.rstrip("/"), storage.settings(url)) if storage.is_store(base) else base
-    made = ArchiveUrl(root)
+    archive_url = ArchiveUrl(root)
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name == "format" and value in SUFFIXES:
-            made = replace(made, format=value)
+            archive_url = replace(archive_url, format=value)
         elif name == "interval" and (match := re.fullmatch(r"([1-9]\d*)([mhd])", value)):
-            made = replace(made, interval=int(match[1]) * {"m": 60, "h": 3600, "d": 86400}[match[2]])
+            archive_url = replace(archive_url, interval=int(match[1]) * {"m": 60, "h": 3600, "d": 86400}[match[2]])
         else:
             raise ValueError("takes ?format=parquet or jsonl, and interval=15m, 1h, 1d or the like, after the folder")
-    return made
+    return archive_url
 
 
 def parse_object(path: str) -> ArchiveObject | None:
@@ -151,17 +151,17 @@ def parse_object(path: str) -> ArchiveObject | None:
 
 def list_objects(archive: str, topic: str) -> list[ArchiveObject]:
     """The objects of a topic, by partition and offset, without those whose records are in a longer object too."""
-    found: list[ArchiveObject] = []
+    all_objects: list[ArchiveObject] = []
     for suffix in SUFFIXES.values():
         for name in storage.list_files(storage.join(archive, topic), suffix):
             item = parse_object(f"{topic}/{name}")
             if item is not None and item.topic == topic:
-                found.append(item)
-    kept: list[ArchiveObject] = []
-    for item in sorted(found, key=lambda each: (each.partition, each.first, -each.last)):
-        if not kept or kept[-1].partition != item.partition or item.last > kept[-1].last:
-            kept.append(item)
-    return kept
+                all_objects.append(item)
+    objects: list[ArchiveObject] = []
+    for item in sorted(all_objects, key=lambda item: (item.partition, item.first, -item.last)):
+        if not objects or objects[-1].partition != item.partition or item.last > objects[-1].last:
+            objects.append(item)
+    return objects
 
 
 def list_topics(archive: str) -> list[str]:
@@ -236,8 +236,8 @@ def _with_short_list(archive: str, place: str, number: int, state: ArchiveState)
     path = f"{_OWN}/lists/{place}-{number}.json"
     text = json.dumps([item for item in state.objects if item not in tails]).encode()
     write_whole(archive, path, lambda file: file.write(text))
-    kept = tuple(item for item in state.objects if item in tails)
-    return replace(state, objects=kept, lists=(*state.lists, path))
+    tail_objects = tuple(item for item in state.objects if item in tails)
+    return replace(state, objects=tail_objects, lists=(*state.lists, path))
 
 
 # ---- losses
@@ -264,10 +264,10 @@ def find_losses(archive: str, topic: str) -> Losses | None:
         table = tables.open_table(_positions(archive))
         names = [name.removeprefix(_NUMBER) for name in (table.numbers if table else ()) if name.startswith(_NUMBER)]
         states = [open_state(archive, name) for name in names]
-        own = [state for state in states if any(item.topic == topic for item in _parsed(_traces(state)))]
+        topic_states = [state for state in states if any(item.topic == topic for item in _parse_paths(_traces(state)))]
         # A reset by a sink with another name has removed the objects of the earlier sink.
-        last = max(own, key=lambda state: state.begin, default=None)
-        if last is None or (last.objects is None and len(own) > 1):
+        last = max(topic_states, key=lambda state: state.begin, default=None)
+        if last is None or (last.objects is None and len(topic_states) > 1):
             return None
         return place_losses(archive, topic, last)
     except LakeUnavailable:
@@ -285,14 +285,16 @@ def place_losses(archive: str, topic: str, state: ArchiveState) -> Losses:
         except FileNotFoundError as error:
             raise LakeError(f"archive {archive}: the file {error} is gone. Restore it from a copy.") from None
     # Somebody may have given the folder of a topic another name.
-    named = {replace(item, topic=topic) for item in _parsed(paths)}
-    objects = sorted(named, key=lambda item: (item.partition, item.first))
+    listed_objects = {replace(item, topic=topic) for item in _parse_paths(paths)}
+    objects = sorted(listed_objects, key=lambda item: (item.partition, item.first))
     # The state was read first: a run that goes on in the meantime only makes longer objects.
-    there = list_objects(archive, topic)
-    lost = tuple(item for item in objects if not _is_covered(item, there))
-    promised = {item.path for item in state.promises} if set(state.loads) & set(list_loads(archive)) else set[str]()
-    unmade = frozenset(item for item in lost if item.path in promised)
-    return Losses(tuple(objects), lost, unmade, state.objects is not None)
+    existing_objects = list_objects(archive, topic)
+    lost_objects = tuple(item for item in objects if not _is_covered(item, existing_objects))
+    promised_paths = (
+        {item.path for item in state.promises} if set(state.loads) & set(list_loads(archive)) else set[str]()
+    )
+    promised_objects = frozenset(item for item in lost_objects if item.path in promised_paths)
+    return Losses(tuple(objects), lost_objects, promised_objects, state.objects is not None)
 
 
 def _traces(state: ArchiveState) -> list[str]:
@@ -300,14 +302,14 @@ def _traces(state: ArchiveState) -> list[str]:
     return [*state.tails.values(), *state.removals]
 
 
-def _parsed(paths: Iterable[str]) -> list[ArchiveObject]:
+def _parse_paths(paths: Iterable[str]) -> list[ArchiveObject]:
     return [item for item in map(parse_object, paths) if item is not None]
 
 
-def _is_covered(item: ArchiveObject, there: Sequence[ArchiveObject]) -> bool:
-    """Whether an object, or a longer one, is there. ``there``: by partition and offset, without overlaps."""
-    at = bisect_right(there, (item.partition, item.first), key=lambda each: (each.partition, each.first)) - 1
-    return at >= 0 and there[at].partition == item.partition and item.last <= there[at].last
+def _is_covered(item: ArchiveObject, objects: Sequence[ArchiveObject]) -> bool:
+    """Whether an object, or a longer one, is there. ``objects``: by partition and offset, without overlaps."""
+    at = bisect_right(objects, (item.partition, item.first), key=lambda entry: (entry.partition, entry.first)) - 1
+    return at >= 0 and objects[at].partition == item.partition and item.last <= objects[at].last
 
 
 def write_times(archive: str, paths: Sequence[str]) -> dict[str, int | None]:
@@ -336,8 +338,8 @@ def list_loads(archive: str) -> list[str]:
     """The names of the loads in an archive."""
     system, path = storage.filesystem(storage.join(archive, _OWN, "loads"))
     base = path.rstrip("/") + "/"
-    found = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
-    return sorted({info.path.removeprefix(base).partition("/")[0] for info in found})
+    infos = system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True))
+    return sorted({info.path.removeprefix(base).partition("/")[0] for info in infos})
 
 
 def remove_load(archive: str, name: str) -> None:

@@ -60,14 +60,14 @@ def write_object(archive: str, path: str, parts: Sequence[str]) -> None:
         return
 
     def write(file: BinaryIO) -> None:
-        with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as packed:
+        with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as gzip_file:
             for part in parts:
                 if part.endswith(SUFFIXES[JSON_LINES]):
-                    packed.write(gzip.decompress(read_file(archive, part)))
+                    gzip_file.write(gzip.decompress(read_file(archive, part)))
                     continue
                 for batch in _batches(archive, [part]):
                     for row in batch.to_pylist():
-                        packed.write(json_line(row))
+                        gzip_file.write(json_line(row))
 
     write_whole(archive, path, write)
 
@@ -89,14 +89,14 @@ def _schema(archive: str, part: str) -> pa.Schema:
 
 def _write_parquet(file: BinaryIO, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-        held = schema.empty_table()
+        buffer = schema.empty_table()
         for batch in batches:
-            held = pa.concat_tables([held, pa.Table.from_batches([widened(batch, schema)])])
-            while held.num_rows >= GROUP_ROWS:
-                writer.write_table(held.slice(0, GROUP_ROWS).combine_chunks(), row_group_size=GROUP_ROWS)
-                held = held.slice(GROUP_ROWS)
-        if held.num_rows:
-            writer.write_table(held.combine_chunks(), row_group_size=GROUP_ROWS)
+            buffer = pa.concat_tables([buffer, pa.Table.from_batches([widened(batch, schema)])])
+            while buffer.num_rows >= GROUP_ROWS:
+                writer.write_table(buffer.slice(0, GROUP_ROWS).combine_chunks(), row_group_size=GROUP_ROWS)
+                buffer = buffer.slice(GROUP_ROWS)
+        if buffer.num_rows:
+            writer.write_table(buffer.combine_chunks(), row_group_size=GROUP_ROWS)
 
 
 def widened(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
@@ -122,7 +122,7 @@ def read_object(archive: str, item: ArchiveObject) -> Iterator[pa.RecordBatch]:
     try:
         yield from _batches(archive, [item.path])
     except FileNotFoundError:
-        raise _gone(archive, item) from None
+        raise _missing_object_error(archive, item) from None
 
 
 def read_lines(archive: str, item: ArchiveObject) -> Iterator[dict[str, Any]]:
@@ -134,7 +134,7 @@ def read_lines(archive: str, item: ArchiveObject) -> Iterator[dict[str, Any]]:
                 raise ValueError("a line is no record")
             yield row
     except FileNotFoundError:
-        raise _gone(archive, item) from None
+        raise _missing_object_error(archive, item) from None
     except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
         raise _unreadable(archive, item, error) from None
 
@@ -144,29 +144,30 @@ def _unreadable(archive: str, item: ArchiveObject, error: Exception) -> LakeErro
     return LakeError(f"archive {archive}: the object {item.path} can't be read: {reason}. Restore it from a copy.")
 
 
-def _gone(archive: str, item: ArchiveObject) -> LakeError:
+def _missing_object_error(archive: str, item: ArchiveObject) -> LakeError:
     return LakeError(
         f"archive {archive}: the object {item.path} is gone. A sink that is at work may have merged it: run it again."
     )
 
 
 def refuse_losses(archive: str, topic: str, since: int | None, until: int | None) -> bool:
-    """LakeError for an object of the times that was made, and is not there. Waits for a sink that makes objects at present.
-    Returns whether the archive tells of each object."""
+    """LakeError for an object of the times that a sink made, and that is missing. Waits for a sink that makes objects at
+    present. Returns whether the archive has a complete list of its objects."""
     losses = settled_losses(partial(find_losses, archive, topic))
     if losses is None:
         return False
-    wanted = set(within(losses.objects, since, until))
-    lost = [item for item in losses.lost if item in wanted]
-    if not lost:
+    objects_of_times = set(within(losses.objects, since, until))
+    lost_objects = [item for item in losses.lost if item in objects_of_times]
+    if not lost_objects:
         return losses.is_whole
-    gone = [item.path for item in lost if item not in losses.unmade]
-    if not gone:
-        names = list_text([item.path for item in lost])
+    deleted_paths = [item.path for item in lost_objects if item not in losses.unmade]
+    if not deleted_paths:
+        names = list_text([item.path for item in lost_objects])
         raise LakeError(f"archive {archive}: a sink has not made {names} yet. Run the sink again, or wait for its end.")
     raise LakeError(
-        f"archive {archive}: a sink made {list_text(gone)}, which {'is' if len(gone) == 1 else 'are'} gone. Bring the files back"
-        " from a copy. If the lake still has the records, write --from Pool.Topic. Or leave out the time by --since or --until."
+        f"archive {archive}: a sink made {list_text(deleted_paths)},"
+        f" which {'is' if len(deleted_paths) == 1 else 'are'} gone. Bring the files back from a copy."
+        " If the lake still has the records, write --from Pool.Topic. Or leave out the time by --since or --until."
     )
 
 
@@ -192,8 +193,8 @@ def check_object(archive: str, item: ArchiveObject) -> None:
             if item.suffix == SUFFIXES[PARQUET]:
                 pq.read_metadata(path, filesystem=system)
                 return
-            with system.open_input_stream(path, compression=None) as stream, gzip.GzipFile(fileobj=stream) as packed:
-                while packed.read(1 << 20):
+            with system.open_input_stream(path, compression=None) as stream, gzip.GzipFile(fileobj=stream) as gzip_file:
+                while gzip_file.read(1 << 20):
                     pass
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise _unreadable(archive, item, error) from None
@@ -201,7 +202,7 @@ def check_object(archive: str, item: ArchiveObject) -> None:
 
 def within(items: Sequence[ArchiveObject], since: int | None, until: int | None) -> list[ArchiveObject]:
     """The objects that may have records of the times. ``items``: by partition and offset."""
-    kept: list[ArchiveObject] = []
+    selection: list[ArchiveObject] = []
     after: ArchiveObject | None = None
     end: int | None = None
     for item in reversed(items):
@@ -214,15 +215,15 @@ def within(items: Sequence[ArchiveObject], since: int | None, until: int | None)
         is_early = since is not None and end is not None and end <= since
         is_late = until is not None and start is not None and start >= until
         if not (is_early or is_late):
-            kept.append(item)
-    return kept[::-1]
+            selection.append(item)
+    return selection[::-1]
 
 
-def gap_note(archive: str, found: Sequence[ArchiveObject]) -> str:
+def gap_note(archive: str, items: Sequence[ArchiveObject]) -> str:
     """A note that names the gaps between objects; nothing if there are none."""
     gaps = [
         f"{before.path} and {item.path}"
-        for before, item in pairwise(found)
+        for before, item in pairwise(items)
         if item.partition == before.partition and item.first > before.last + 1
     ]
     if not gaps:
@@ -275,8 +276,8 @@ def _json(value: object) -> object:
 
 def line_batches(lines: Iterable[Mapping[str, Any]]) -> Iterator[pa.RecordBatch]:
     """Records of ``read_lines`` as batches. Keys and values are JSON texts."""
-    rest = iter(lines)
-    while part := list(islice(rest, 10_000)):
+    line_iterator = iter(lines)
+    while part := list(islice(line_iterator, 10_000)):
         kafka = [
             {name: typed_value(line["kafka"].get(name), kind) for name, kind in _LINE_KAFKA.items()} for line in part
         ]

@@ -78,11 +78,11 @@ class Look:
     )
     together: bool = False
 
-    def covers(self, other: Look) -> bool:
-        """Whether this look was of the same check and table, and of all offsets of the other one."""
-        if (self.check, self.subject, self.table) != (other.check, other.subject, other.table):
+    def covers(self, other_look: Look) -> bool:
+        """Whether this look was of the same check and table, and of all offsets of ``other_look``."""
+        if (self.check, self.subject, self.table) != (other_look.check, other_look.subject, other_look.table):
             return False
-        return not any(subtract(parts, self.ranges.get(topic, ())) for topic, parts in other.ranges.items())
+        return not any(subtract(parts, self.ranges.get(topic, ())) for topic, parts in other_look.ranges.items())
 
     def reach(self, place: TopicPartition, progress: int) -> int:
         """The offset up to which the partition has passed after this look, if it had passed up to ``progress`` before."""
@@ -204,12 +204,12 @@ def progress_numbers(state: CheckState, look: Look) -> dict[str, int]:
     """The numbers that a passed look moves forward, past what is committed."""
     numbers: dict[str, int] = {} if state.has_begun(look) else {_begin_number(look): 1}
     for place, (begin, end) in look.extent.items():
-        old, name = state.progress(look, place), _progress_number(look, place)
-        at = look.reach(place, begin if old is None else old)
-        if look.together and at < end:
+        old_progress, name = state.progress(look, place), _progress_number(look, place)
+        new_progress = look.reach(place, begin if old_progress is None else old_progress)
+        if look.together and new_progress < end:
             return {}
-        if old is None or state.table is None or at > (state.table.number(name) or 0):
-            numbers[name] = at
+        if old_progress is None or state.table is None or new_progress > (state.table.number(name) or 0):
+            numbers[name] = new_progress
     return numbers
 
 
@@ -298,13 +298,13 @@ def conclude(
     subject: str,
     severity: Severity,
     problems: Sequence[str],
-    good: str,
+    pass_text: str,
     numbers: Mapping[str, Number],
     look: Look | None = None,
 ) -> CheckResult:
     """Passed where there are no problems; else the summary is the first of them, and how many more there are."""
     if not problems:
-        return CheckResult(name, subject, True, severity, good, dict(numbers), look)
+        return CheckResult(name, subject, True, severity, pass_text, dict(numbers), look)
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return CheckResult(name, subject, False, severity, problems[0] + more, {**numbers, "problems": len(problems)}, look)
 

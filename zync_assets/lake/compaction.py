@@ -60,9 +60,11 @@ def due_runs(files: Iterable[DataFile], span: int | None = None) -> list[list[Da
     ``span``: milliseconds between the times of a run's records at the most, where old ones are to go, file by file.
     """
     runs: list[list[DataFile]] = []
-    own = [item for item in files if item.partition is not None and item.group != ACCOUNT and not raw.is_replay(item)]
-    own.sort(key=lambda item: (item.group or "", item.partition or 0, item.first or 0))
-    for _, neighbours in groupby(own, key=lambda item: (item.group, item.partition, item.records <= SMALL)):
+    candidates = [
+        item for item in files if item.partition is not None and item.group != ACCOUNT and not raw.is_replay(item)
+    ]
+    candidates.sort(key=lambda item: (item.group or "", item.partition or 0, item.first or 0))
+    for _, neighbours in groupby(candidates, key=lambda item: (item.group, item.partition, item.records <= SMALL)):
         runs += [run for part in _split(list(neighbours), span) if len(run := _balanced_run(part)) >= FILES]
     return runs
 
@@ -70,8 +72,8 @@ def due_runs(files: Iterable[DataFile], span: int | None = None) -> list[list[Da
 def _split(neighbours: Sequence[DataFile], span: int | None) -> Iterator[list[DataFile]]:
     run: list[DataFile] = []
     for item in neighbours:
-        apart = span is not None and bool(run) and (item.max_time or 0) - (run[0].min_time or 0) > span
-        if run and (apart or sum(file.records for file in run) + item.records > MAX_RECORDS):
+        is_apart = span is not None and bool(run) and (item.max_time or 0) - (run[0].min_time or 0) > span
+        if run and (is_apart or sum(file.records for file in run) + item.records > MAX_RECORDS):
             yield run
             run = []
         run.append(item)
@@ -101,14 +103,14 @@ def split_by_types(uri: str, run: Sequence[DataFile]) -> Iterator[list[DataFile]
     part: list[DataFile] = []
     types: pa.DataType = pa.null()
     for item in run:
-        own = _columns(uri, item)
-        both = _common_type(types, own)
-        if both is None:
+        file_types = _columns(uri, item)
+        common_types = _common_type(types, file_types)
+        if common_types is None:
             if len(part) > 1:
                 yield part
-            part, both = [], own
+            part, common_types = [], file_types
         part.append(item)
-        types = both
+        types = common_types
     if len(part) > 1:
         yield part
 
@@ -125,10 +127,10 @@ def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
     if kinds.is_struct(left) and kinds.is_struct(right):
         fields = {field.name: field.type for field in left}
         for field in right:
-            both = _common_type(fields.get(field.name, pa.null()), field.type)
-            if both is None:
+            common = _common_type(fields.get(field.name, pa.null()), field.type)
+            if common is None:
                 return None
-            fields[field.name] = both
+            fields[field.name] = common
         return pa.struct(list(fields.items()))
     if kinds.is_list(left) and kinds.is_list(right):
         inner = _common_type(left.value_type, right.value_type)
@@ -141,17 +143,19 @@ def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
     return None if (_is_number(left) or _is_number(right)) and left != right else left
 
 
-def _narrow_type(table: pa.DataType, own: pa.DataType) -> pa.DataType:
+def _narrow_type(table: pa.DataType, file_type: pa.DataType) -> pa.DataType:
     """The table's type, with numbers as the files have them."""
     kinds = pa.types
-    if kinds.is_struct(table) and kinds.is_struct(own):
-        types = {field.name: field.type for field in own}
+    if kinds.is_struct(table) and kinds.is_struct(file_type):
+        types = {field.name: field.type for field in file_type}
         return pa.struct([item.with_type(_narrow_type(item.type, types.get(item.name, item.type))) for item in table])
-    if kinds.is_list(table) and kinds.is_list(own):
-        return pa.list_(table.value_field.with_type(_narrow_type(table.value_type, own.value_type)))
-    if kinds.is_map(table) and kinds.is_map(own):
-        return pa.map_(_narrow_type(table.key_type, own.key_type), _narrow_type(table.item_type, own.item_type))
-    return own if _is_number(own) else table
+    if kinds.is_list(table) and kinds.is_list(file_type):
+        return pa.list_(table.value_field.with_type(_narrow_type(table.value_type, file_type.value_type)))
+    if kinds.is_map(table) and kinds.is_map(file_type):
+        return pa.map_(
+            _narrow_type(table.key_type, file_type.key_type), _narrow_type(table.item_type, file_type.item_type)
+        )
+    return file_type if _is_number(file_type) else table
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -164,16 +168,16 @@ def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
 
     Raises LakeError if the files overlap or hold other than the log says.
     """
-    own: pa.DataType | None = pa.null()
+    common_type: pa.DataType | None = pa.null()
     for item in run:
-        own = None if own is None else _common_type(own, _columns(uri, item))
-    if own is None:
+        common_type = None if common_type is None else _common_type(common_type, _columns(uri, item))
+    if common_type is None:
         raise LakeError(f"table {uri}: files {run[0].path} to {run[-1].path} have numbers of different types")
     name = f"compact-{uuid.uuid4().hex}"
     group = run[0].group
     path = f"{name}.parquet" if group is None else f"{name}/topic={group}/part-0.parquet"
     storage.make_folder(storage.join(uri, *path.split("/")[:-1]))
-    types = {field.name: field.type for field in own}
+    types = {field.name: field.type for field in common_type}
     file_schema = pa.schema(
         [item.with_type(_narrow_type(item.type, types[item.name])) for item in schema if item.name in types]
     )
@@ -327,13 +331,13 @@ def tidy(table: LakeTable | None) -> None:
     """
     if table is None or not is_due(table):
         return
-    with _tidying.setdefault(table.uri, Lock()), log_failures(table.uri):
+    with _cleaning_locks.setdefault(table.uri, Lock()), log_failures(table.uri):
         newest = tables.open_table(table.uri)
         if newest is not None and is_due(newest):
             clean(newest)
 
 
-_tidying: dict[str, Lock] = {}
+_cleaning_locks: dict[str, Lock] = {}
 """Place of a table → held while it is cleaned."""
 
 

@@ -174,17 +174,17 @@ def head_rows(head: Head) -> list[dict[str, object]]:
     for (topic, partition), item in sorted(head.late.items()):
         place = {"topic": topic, "partition": partition, "first": item.offset}
         rows.append({"kind": "late", **place, "count": item.records})
-    for domain, found in sorted(head.transactions.items()):
-        numbers = {"first": found.end[0], "end": found.end[1], "count": found.incomplete}
-        rows.append({"kind": "whole", **numbers, "rule": found.last, "text": domain})
-        if found.next is not None:
-            rows.append({"kind": "closed", "first": found.next, "text": domain})
+    for domain, position in sorted(head.transactions.items()):
+        numbers = {"first": position.end[0], "end": position.end[1], "count": position.incomplete}
+        rows.append({"kind": "whole", **numbers, "rule": position.last, "text": domain})
+        if position.next is not None:
+            rows.append({"kind": "closed", "first": position.next, "text": domain})
     for rule, text in sorted(head.views.items()):
         rows.append({"kind": "view", "rule": rule, "text": text})
     for name, table in sorted(head.tables.items()):
         rows.append({"kind": "table", "topic": table.topic, "rule": name, "text": table.definition})
-    for topic, kept in sorted(head.partitionings.items()):
-        rows.append({"kind": "partitioned", "topic": topic, "count": kept.id, "text": kept.text})
+    for topic, partitioning in sorted(head.partitionings.items()):
+        rows.append({"kind": "partitioned", "topic": topic, "count": partitioning.id, "text": partitioning.text})
     for rule, since in sorted(head.waits.items()):
         rows.append({"kind": "since", "rule": rule, "first": since})
     for rule, text in sorted(head.rules.items()):
@@ -204,7 +204,7 @@ def parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
     def of(kind: str) -> list[Mapping[str, Any]]:
         return [row for row in rows if row["kind"] == kind]
 
-    closed = {row["text"]: row["first"] for row in of("closed")}
+    next_numbers = {row["text"]: row["first"] for row in of("closed")}
     return Head(
         batch,
         {(r["topic"], r["partition"]): Position(r["first"], r["end"], r["count"], r["text"]) for r in of("seen")},
@@ -224,7 +224,7 @@ def parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
         {r["text"]: (r["first"], r["end"]) for r in of("reached")},
         {(r["topic"], r["partition"]): Late(r["count"], r["first"]) for r in of("late")},
         {
-            r["text"]: TransactionPosition((r["first"], r["end"]), r["count"], r["rule"], closed.get(r["text"]))
+            r["text"]: TransactionPosition((r["first"], r["end"]), r["count"], r["rule"], next_numbers.get(r["text"]))
             for r in of("whole")
         },
         {r["rule"]: r["text"] for r in of("view")},

@@ -79,10 +79,10 @@ def integers(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
 def distinct(numbers: np.ndarray) -> np.ndarray:
     """The numbers without doubles, sorted. numpy's own ``unique`` hashes, which takes almost a second for a million numbers
     in a row; these are mostly sorted already."""
-    ascending = np.sort(numbers, kind="stable")
-    keep = np.ones(len(ascending), dtype=bool)
-    keep[1:] = ascending[1:] != ascending[:-1]
-    return ascending[keep]
+    sorted_numbers = np.sort(numbers, kind="stable")
+    keep = np.ones(len(sorted_numbers), dtype=bool)
+    keep[1:] = sorted_numbers[1:] != sorted_numbers[:-1]
+    return sorted_numbers[keep]
 
 
 def difference(numbers: np.ndarray, exclusions: np.ndarray) -> np.ndarray:
@@ -150,23 +150,25 @@ def rows_within(
         system, path = storage.filesystem(uri)
         with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
             groups = None if is_whole else _groups(file.metadata, low, high)
-            for batch in storage.read_batches(file, ROWS, _present(file.metadata, fields), groups):
-                own = batch if is_whole else batch.filter(_inside(batch, parts))
-                if own.num_rows:
-                    yield own
+            for batch in storage.read_batches(file, ROWS, _column_paths(file.metadata, fields), groups):
+                rows = batch if is_whole else batch.filter(_inside(batch, parts))
+                if rows.num_rows:
+                    yield rows
 
 
-def _present(footer: pq.FileMetaData, fields: Sequence[tuple[str, ...]]) -> list[str]:
+def _column_paths(footer: pq.FileMetaData, fields: Sequence[tuple[str, ...]]) -> list[str]:
     """The columns to read from a file. Any field of a struct tells whether the struct is null."""
     leaves = [footer.schema.column(number).path for number in range(footer.num_columns)]
     paths = {field: ".".join(field) for field in fields}
-    found = [
+    file_fields = [
         field for field, path in paths.items() if any(leaf == path or leaf.startswith(f"{path}.") for leaf in leaves)
     ]
     columns = dict.fromkeys(first for first, *_ in fields)
-    others = columns.keys() - {first for first, *_ in found}
-    whole = [name for name in columns if name in others and any(leaf.startswith(f"{name}.") for leaf in leaves)]
-    return [*(paths[field] for field in found), *whole]
+    fieldless_columns = columns.keys() - {first for first, *_ in file_fields}
+    whole_columns = [
+        name for name in columns if name in fieldless_columns and any(leaf.startswith(f"{name}.") for leaf in leaves)
+    ]
+    return [*(paths[field] for field in file_fields), *whole_columns]
 
 
 def _inside(batch: pa.RecordBatch, parts: Sequence[OffsetRange]) -> pa.Array:
@@ -180,12 +182,12 @@ def _read(uri: str, offsets: Sequence[int], columns: Sequence[str]) -> dict[int,
     system, path = storage.filesystem(uri)
     with pq.ParquetFile(path, filesystem=system) as file:
         groups = _groups(file.metadata, min(offsets), max(offsets))
-        present = [name for name in ("kafka", *columns) if name in file.schema_arrow.names]
-        places = pa.array(offsets, pa.int64())
+        names = [name for name in ("kafka", *columns) if name in file.schema_arrow.names]
+        wanted_offsets = pa.array(offsets, pa.int64())
         rows: dict[int, dict[str, Any]] = {}
-        for batch in storage.read_batches(file, 20_000, present, groups):
+        for batch in storage.read_batches(file, 20_000, names, groups):
             batch_offsets = pc.struct_field(batch.column("kafka"), "offset")
-            for row in python_rows(batch.filter(pc.is_in(batch_offsets, places))):
+            for row in python_rows(batch.filter(pc.is_in(batch_offsets, wanted_offsets))):
                 rows[row["kafka"]["offset"]] = row
         return rows
 

@@ -71,7 +71,7 @@ def open_published(lake: str, pool: str) -> LakeTable | None:
     Many threads ask at the same time. Each would read the log for itself, and so one after the other asks.
     """
     uri = storage.publish_uri(lake, pool)
-    with _opening.setdefault(uri, Lock()):
+    with _opening_locks.setdefault(uri, Lock()):
         return tables.open_table(uri)
 
 
@@ -88,15 +88,15 @@ def publish_state(table: LakeTable | None, topic: str, partition: int = 0) -> Pu
 def verified_ends(lake: str, pool: str, topics: Iterable[str]) -> dict[tuple[str, int], int]:
     """(published output topic, partition) → its verified offset. Below this offset, Kafka's records equal staging's."""
     table = tables.open_table(storage.publish_uri(lake, pool))
-    return {(topic, p): offset for topic in topics for p, offset in _verified(table, topic)}
+    return {(topic, p): offset for topic in topics for p, offset in _verified_ends(table, topic)}
 
 
 def verified_parts(table: LakeTable | None, topic: str) -> dict[int, int]:
     """Partition → its verified offset, of a published output topic, by the table of its pool."""
-    return dict(_verified(table, topic))
+    return dict(_verified_ends(table, topic))
 
 
-def _verified(table: LakeTable | None, topic: str) -> Iterator[tuple[int, int]]:
+def _verified_ends(table: LakeTable | None, topic: str) -> Iterator[tuple[int, int]]:
     if table is None:
         return
     # The first commit of a topic sets the numbers of all its partitions.
@@ -108,28 +108,28 @@ def _verified(table: LakeTable | None, topic: str) -> Iterator[tuple[int, int]]:
 
 
 def rollback_error(
-    pool: str, topic: str, verified: Mapping[int, int], ends: Mapping[int, int], recreate: str
+    pool: str, topic: str, verified_offsets: Mapping[int, int], ends: Mapping[int, int], recreate: str
 ) -> LakeError | None:
     """The error for a staging table that lacks published records; None if no published record is missing.
 
-    ``verified``: partition → the offset below which Kafka's records equal staging's; ``ends``: partition → the offset after the
-    last staged record; ``recreate``: the command that publishes all of staging again.
+    ``verified_offsets``: partition → the offset below which Kafka's records equal staging's; ``ends``: partition → the offset
+    after the last staged record; ``recreate``: the command that publishes all of staging again.
     """
-    lacking = sorted(p for p, offset in verified.items() if offset and ends.get(p, -1) < offset)
-    if not lacking:
+    short_partitions = sorted(p for p, offset in verified_offsets.items() if offset and ends.get(p, -1) < offset)
+    if not short_partitions:
         return None
-    partition = lacking[0]
-    verified_end, end = verified[partition], ends.get(partition)
-    has = "is not there" if end is None else f"ends at offset {end}"
-    place = topic if len(verified) == 1 else f"{topic}, partition {partition},"
+    partition = short_partitions[0]
+    verified_end, end = verified_offsets[partition], ends.get(partition)
+    staging_state = "is not there" if end is None else f"ends at offset {end}"
+    place = topic if len(verified_offsets) == 1 else f"{topic}, partition {partition},"
     otherwise = (
         "to begin anew, give its inputs another pool, and the output another staging pool and another topic."
         if end is None
         else f"to go on from what staging holds, publish all of it anew: {recreate}"
     )
     return LakeError(
-        f"pool {pool}: {place} was published up to offset {verified_end}, and the staging table {has}: it went back to an older"
-        f" version, or is gone. Nothing was done. Put the newer table back; or, {otherwise}"
+        f"pool {pool}: {place} was published up to offset {verified_end}, and the staging table {staging_state}: it went"
+        f" back to an older version, or is gone. Nothing was done. Put the newer table back; or, {otherwise}"
     )
 
 
@@ -146,8 +146,8 @@ def commit_publish_state(
 ) -> PublishState:
     """``commit_publish_states`` for one partition."""
     marks = {before.partition: (window, verified_end)}
-    made = commit_publish_states(lake, pool, [before], marks, topic_id, replacement=replacement, schemas=schemas)
-    return made[before.partition]
+    states = commit_publish_states(lake, pool, [before], marks, topic_id, replacement=replacement, schemas=schemas)
+    return states[before.partition]
 
 
 def commit_publish_states(
@@ -177,7 +177,7 @@ def commit_publish_states(
     if table is None:
         uri = storage.publish_uri(lake, pool)
         # The threads of many topics come at once. The first of them creates the table.
-        with _creating.setdefault(uri, Lock()):
+        with _creation_locks.setdefault(uri, Lock()):
             table = open_published(lake, pool)
             if table is None:
                 tables.create_table(uri, _SCHEMA, f"What is published of {pool}", [], numbers)
@@ -255,8 +255,8 @@ class _Commits:
         if len(later) > _VERSIONS:
             return False
         self._read(newest.uri, [version for version in later if version not in self._numbers])
-        known = [self._numbers.get(version) for version in later]
-        return all(names is not None and names.isdisjoint(entry.numbers) for names in known)
+        number_names = [self._numbers.get(version) for version in later]
+        return all(names is not None and names.isdisjoint(entry.numbers) for names in number_names)
 
     def _read(self, uri: str, versions: Sequence[int]) -> None:
         """Read the commits of other processes. The log may lack the entries of old versions, which stay unknown.
@@ -266,8 +266,8 @@ class _Commits:
         if versions:
             span = range(versions[0], versions[-1] + 1)
             with suppress(FileNotFoundError, LakeError, ValueError):
-                for version, found in zip(span, log.entries(uri, span[0], span[-1]), strict=True):
-                    self._note(version, found.numbers)
+                for version, entry in zip(span, log.entries(uri, span[0], span[-1]), strict=True):
+                    self._note(version, entry.numbers)
 
     def _note(self, version: int, numbers: Iterable[str]) -> None:
         self._numbers[version] = frozenset(numbers)
@@ -296,9 +296,9 @@ _VERSIONS = 1000
 """Versions of a table whose numbers a process knows at the most."""
 _commits: dict[tuple[str, str], _Commits] = {}
 """(place, id) of a table → its commits."""
-_opening: dict[str, Lock] = {}
+_opening_locks: dict[str, Lock] = {}
 """Place of a table → held while it is opened."""
-_creating: dict[str, Lock] = {}
+_creation_locks: dict[str, Lock] = {}
 """Place of a table → held while it is created."""
 
 

@@ -81,12 +81,12 @@ def withdraw(lake: str, pool: str, topic: str, files: Sequence[DataFile]) -> Non
     """Take out the files of an attempt that can't be committed any more. Whoever dies before leaves that to others."""
     while True:
         table = tables.open_table(storage.quarantine_uri(lake, pool, topic))
-        present = {item.path for item in table.files} if table else set[str]()
-        own = [item for item in files if item.path in present]
-        if table is None or not own:
+        paths = {item.path for item in table.files} if table else set[str]()
+        table_files = [item for item in files if item.path in paths]
+        if table is None or not table_files:
             return
         with suppress(CommitConflict):  # another writer of the side table was first; look again
-            tables.commit(table, [], {_NUMBER: (table.number(_NUMBER) or 0) + 1}, removals=own)
+            tables.commit(table, [], {_NUMBER: (table.number(_NUMBER) or 0) + 1}, removals=table_files)
             return
 
 
@@ -115,13 +115,14 @@ def check_whole(state: RawState, table: LakeTable | None) -> None:
                 " was done. Restore the folder ~quarantine of the lake from a copy."
             )
         return
-    present = Counter[int]()
+    entry_counts = Counter[int]()
     for item in table.files:
-        present[item.partition or 0] += item.records
+        entry_counts[item.partition or 0] += item.records
     for partition, count in sorted(state.bad.items()):
-        if present[partition] < count:
+        if entry_counts[partition] < count:
             raise tampering.damage(
-                table, f"it holds {present[partition]} entries of partition {partition}, and {count} were put there"
+                table,
+                f"it holds {entry_counts[partition]} entries of partition {partition}, and {count} were put there",
             )
     tampering.check(table)
 
@@ -163,10 +164,10 @@ def entries(state: RawState, side: LakeTable | None, columns: Sequence[str] = ()
     if rows.num_rows == 0:
         return rows
     partitions, offsets = rows["partition"].to_numpy(), rows["offset"].to_numpy()
-    present = np.ones(rows.num_rows, dtype=np.bool_)
+    is_quarantined = np.ones(rows.num_rows, dtype=np.bool_)
     for partition, replay_offsets in raw.replay_offsets(state).items():
-        present &= (partitions != partition) | ~np.isin(offsets, replay_offsets)
-    return rows.filter(pa.array(present)).sort_by([("partition", "ascending"), ("offset", "ascending")])
+        is_quarantined &= (partitions != partition) | ~np.isin(offsets, replay_offsets)
+    return rows.filter(pa.array(is_quarantined)).sort_by([("partition", "ascending"), ("offset", "ascending")])
 
 
 @dataclass(frozen=True)
@@ -243,13 +244,13 @@ def quarantine_count(snapshot: Snapshot, item: Input) -> int:
         sum(n for (topic, _, kind), n in head.counts.items() if topic == item.topic and kind == "quarantined")
         for head in heads
     ]
-    seen = heads[counts.index(max(counts))].seen(item.topic) if heads else {}
-    unseen = 0
+    seen_offsets = heads[counts.index(max(counts))].seen(item.topic) if heads else {}
+    unseen_count = 0
     if any(state.bad.values()):
         fresh = entries(state, snapshot.quarantine(item.topic))
         places = zip(fresh["partition"].to_pylist(), fresh["offset"].to_pylist(), strict=True)
-        unseen = sum(offset >= seen.get(partition, 0) for partition, offset in places)
-    return max(counts, default=0) + unseen
+        unseen_count = sum(offset >= seen_offsets.get(partition, 0) for partition, offset in places)
+    return max(counts, default=0) + unseen_count
 
 
 def admit(
@@ -342,15 +343,15 @@ def _rule_failures(
             if topic != item.topic:
                 continue
             # A range without a text stands for entries of the side table.
-            own = [entry for entry in rows if entry["kind"] != "dropped" and entry["text"] is not None]
-            if not own:
+            failures = [entry for entry in rows if entry["kind"] != "dropped" and entry["text"] is not None]
+            if not failures:
                 continue
-            offsets = [entry["first"] for entry in own]
+            offsets = [entry["first"] for entry in failures]
             span = OffsetRange(partition, min(offsets), max(offsets) + 1)
-            present = rows_at(state.table.uri, raw.raw_files(state, [span]), partition, offsets, [])
-            for entry in own:
-                row = present.get(entry["first"])
-                when = row["kafka"]["timestamp"] if row else None
+            raw_rows = rows_at(state.table.uri, raw.raw_files(state, [span]), partition, offsets, [])
+            for entry in failures:
+                row = raw_rows.get(entry["first"])
+                timestamp = row["kafka"]["timestamp"] if row else None
                 yield QuarantinedRecord(
-                    pool, topic, partition, entry["first"], "etl", entry["rule"], entry["text"], when, True
+                    pool, topic, partition, entry["first"], "etl", entry["rule"], entry["text"], timestamp, True
                 )

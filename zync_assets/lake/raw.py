@@ -179,14 +179,16 @@ def _state(table: LakeTable) -> RawState:
     count = table.number("zync:partitions") or 0
 
     def of(name: str) -> dict[int, int]:
-        found = ((p, table.numbers.get(f"zync:{name}:{p}")) for p in range(count))
-        return {p: n for p, n in found if n is not None}
+        numbers = ((p, table.numbers.get(f"zync:{name}:{p}")) for p in range(count))
+        return {p: n for p, n in numbers if n is not None}
 
-    bad, replays = dict.fromkeys(range(count), 0) | of("bad"), table.number("zync:replay") or 0
-    more = [of(name) for name in ("left-out", "began", "attempt", "kept", "removed", "reached", "records", "time")]
+    bad_counts, replays = dict.fromkeys(range(count), 0) | of("bad"), table.number("zync:replay") or 0
+    other_numbers = [
+        of(name) for name in ("left-out", "began", "attempt", "kept", "removed", "reached", "records", "time")
+    ]
     highs, lows = of("order-high"), of("order-low")
     orders = {partition: (high, lows[partition]) for partition, high in highs.items()}
-    return RawState(table, of("first"), of("next"), bad, replays, *more, orders=orders)
+    return RawState(table, of("first"), of("next"), bad_counts, replays, *other_numbers, orders=orders)
 
 
 def check_whole(state: RawState) -> None:
@@ -248,19 +250,21 @@ def record_ranges(state: RawState, parts: Sequence[OffsetRange], release: int = 
 
     Below ``release`` only what replays brought counts: the rest may be removed at any moment.
     """
-    wanted = normalize(parts)
-    firsts, ends = (np.array([getattr(part, name) for part in wanted], np.int64) for name in ("first", "end"))
+    searched_ranges = normalize(parts)
+    firsts, ends = (np.array([getattr(part, name) for part in searched_ranges], np.int64) for name in ("first", "end"))
     ranges: list[OffsetRange] = []
-    for item in raw_files(state, wanted):
+    for item in raw_files(state, searched_ranges):
         low, end = item.first or 0, (item.last or 0) + 1
         first = low if is_replay(item) else max(low, release)
         if first < end and item.records == end - low:
-            near = wanted[np.searchsorted(ends, first, side="right") : np.searchsorted(firsts, end, side="left")]
-            ranges += [OffsetRange(part.partition, max(part.first, first), min(part.end, end)) for part in near]
+            near_ranges = searched_ranges[
+                np.searchsorted(ends, first, side="right") : np.searchsorted(firsts, end, side="left")
+            ]
+            ranges += [OffsetRange(part.partition, max(part.first, first), min(part.end, end)) for part in near_ranges]
         elif first < end:
             offsets = _offsets(state, item)
             at = np.searchsorted(firsts, offsets, side="right") - 1
-            ranges += runs(wanted[0].partition, offsets[(first <= offsets) & (at >= 0) & (offsets < ends[at])])
+            ranges += runs(searched_ranges[0].partition, offsets[(first <= offsets) & (at >= 0) & (offsets < ends[at])])
     return normalize(ranges)
 
 
@@ -355,23 +359,23 @@ def _numbers(before: RawState | None, advance: RawAdvance) -> dict[str, int]:
     def old_numbers(name: str) -> Mapping[int, int]:
         return getattr(before, name) if before else {}
 
-    bad, records, left_out, upcoming = (
+    bad_counts, records, left_out, next_offsets = (
         old_numbers("bad"),
         old_numbers("records"),
         old_numbers("left_out"),
         old_numbers("next"),
     )
-    starts = {**upcoming, **advance.first}
+    starts = {**next_offsets, **advance.first}
     numbers = {f"zync:next:{p}": end for p, end in advance.next.items()}
     numbers |= {f"zync:first:{p}": start for p, start in advance.first.items()}
     if advance.first:
         numbers["zync:partitions"] = max([*advance.first, *old_numbers("first")]) + 1
-    numbers |= {f"zync:bad:{p}": bad.get(p, 0) + count for p, count in advance.bad.items() if count}
+    numbers |= {f"zync:bad:{p}": bad_counts.get(p, 0) + count for p, count in advance.bad.items() if count}
     numbers |= {f"zync:began:{p}": starts[p] for p in advance.next}
     numbers |= {f"zync:attempt:{p}": attempt for p, attempt in advance.attempts.items()}
     for partition in advance.next:
         # A table of an older version may lack the count.
-        old_count = records.get(partition) if partition in upcoming else 0
+        old_count = records.get(partition) if partition in next_offsets else 0
         if old_count is not None:
             new = sum(item.records for item in advance.files if item.partition == partition)
             numbers[f"zync:records:{partition}"] = old_count + new

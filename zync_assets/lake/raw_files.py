@@ -154,7 +154,7 @@ class RangeWriter:
         self._partition = partition
         self._name = name
         self._open: _OpenFile | None = None
-        self._done: list[tuple[DataFile, pa.Schema]] = []
+        self._finished_files: list[tuple[DataFile, pa.Schema]] = []
 
     def __enter__(self) -> RangeWriter:
         return self
@@ -168,23 +168,23 @@ class RangeWriter:
     def write(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows == 0:
             return
-        current = self._open
-        if current is not None and (not current.schema.equals(batch.schema) or current.records >= MAX_RECORDS):
+        file = self._open
+        if file is not None and (not file.schema.equals(batch.schema) or file.records >= MAX_RECORDS):
             self.close()
-            current = None
-        if current is None:
-            current = self._open = _OpenFile(self._uri, self._partition, batch.schema, self._name)
-        current.write(batch)
+            file = None
+        if file is None:
+            file = self._open = _OpenFile(self._uri, self._partition, batch.schema, self._name)
+        file.write(batch)
 
     def close(self) -> None:
         if self._open is not None:
-            self._done.append((self._open.finish(), self._open.schema))
+            self._finished_files.append((self._open.finish(), self._open.schema))
             self._open = None
 
     @property
     def files(self) -> list[tuple[DataFile, pa.Schema]]:
         """The finished files, each with its own Arrow schema."""
-        return self._done
+        return self._finished_files
 
 
 class _OpenFile:
@@ -199,7 +199,7 @@ class _OpenFile:
         self._low: int | None = None
         self._high = 0
         self._orders: list[tuple[Order, Order]] = []
-        ascending = _ASCENDING + (_ORDER_COLUMNS if ORDER in schema.names else ())
+        sorted_columns = _ASCENDING + (_ORDER_COLUMNS if ORDER in schema.names else ())
         system, path = storage.filesystem(self._uri)
         with storage.access_errors(self._uri, _WRITE_FAILURE):
             system.create_dir(path.rsplit("/", 1)[0], recursive=True)
@@ -209,9 +209,9 @@ class _OpenFile:
                 filesystem=system,
                 compression="snappy",
                 use_dictionary=_CONSTANT,  # type: ignore[arg-type]  # a sequence of names too
-                column_encoding=dict.fromkeys(ascending, "DELTA_BINARY_PACKED"),
+                column_encoding=dict.fromkeys(sorted_columns, "DELTA_BINARY_PACKED"),
                 # Of other columns the least and the most of a row group, in order of offsets, help no reader to skip one.
-                write_statistics=ascending,  # type: ignore[arg-type]
+                write_statistics=sorted_columns,  # type: ignore[arg-type]
             )
 
     def write(self, batch: pa.RecordBatch) -> None:
@@ -238,8 +238,8 @@ class _OpenFile:
             self._last,
             self._low,
             self._high,
-            min_order=_least([low for low, _ in self._orders]),
-            max_order=_most([high for _, high in self._orders]),
+            min_order=_lowest_order([low for low, _ in self._orders]),
+            max_order=_highest_order([high for _, high in self._orders]),
         )
 
 
@@ -249,11 +249,11 @@ def _bounds(orders: pa.StructArray) -> tuple[Order, Order]:
     return (high["min"], low["min"]), (high["max"], low["max"])
 
 
-def _least(orders: Sequence[Order]) -> Order | None:
+def _lowest_order(orders: Sequence[Order]) -> Order | None:
     return (min(high for high, _ in orders), min(low for _, low in orders)) if orders else None
 
 
-def _most(orders: Sequence[Order]) -> Order | None:
+def _highest_order(orders: Sequence[Order]) -> Order | None:
     return (max(high for high, _ in orders), max(low for _, low in orders)) if orders else None
 
 
@@ -261,7 +261,7 @@ def order_bounds(files: Sequence[DataFile]) -> tuple[Order | None, Order | None]
     """``min_order`` and ``max_order`` of a file with the records of some files."""
     lows = [item.min_order for item in files if item.min_order is not None]
     highs = [item.max_order for item in files if item.max_order is not None]
-    return _least(lows) if len(lows) == len(files) else None, _most(highs)
+    return _lowest_order(lows) if len(lows) == len(files) else None, _highest_order(highs)
 
 
 _ROWS = 50_000
@@ -330,8 +330,10 @@ def last_time(kafka: pa.StructArray) -> int | None:
 def running_orders(orders: pa.Array, floor: Order) -> pa.StructArray:
     """Orders of one partition's records by offset, which begin at ``floor`` and never run back. Null: no order of its own."""
     high, low = (
-        np.concatenate([[least], pc.fill_null(pc.struct_field(orders, name), none).to_numpy(zero_copy_only=False)])
-        for name, least, none in zip(("high", "low"), floor, _NO_ORDER, strict=True)
+        np.concatenate(
+            [[floor_number], pc.fill_null(pc.struct_field(orders, name), no_number).to_numpy(zero_copy_only=False)]
+        )
+        for name, floor_number, no_number in zip(("high", "low"), floor, _NO_ORDER, strict=True)
     )
     if not ((high[1:] > high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] >= low[:-1]))).all():
         high, low = _running_maximum(high, low)
@@ -364,8 +366,8 @@ def with_orders(records: pa.RecordBatch, floor: Order | None) -> tuple[pa.Record
     at = records.schema.get_field_index(ORDER)
     if not records.num_rows or (at < 0 and floor is None):
         return records, floor
-    own = records.column(at) if at >= 0 else pa.nulls(records.num_rows, ORDER_TYPE)
-    orders = running_orders(own, floor or LOWEST)
+    own_orders = records.column(at) if at >= 0 else pa.nulls(records.num_rows, ORDER_TYPE)
+    orders = running_orders(own_orders, floor or LOWEST)
     records = records.append_column(ORDER, orders) if at < 0 else records.set_column(at, ORDER, orders)
     return records, order_at(orders, -1)
 

@@ -43,15 +43,15 @@ class Reading:
 
     def end(self, topic: str, partition: int) -> int | None:
         """The end of a partition; 0 for a topic that was not there; None if the end is unknown."""
-        found = self.topics.get(topic)
-        if found is None:
+        topic_ends = self.topics.get(topic)
+        if topic_ends is None:
             return None
-        return 0 if found.topic_id is None else found.ends.get(partition)
+        return 0 if topic_ends.topic_id is None else topic_ends.ends.get(partition)
 
     def whole_end(self, topic: str, partition: int) -> int | None:
         """The end of a partition, as ``end``; None also where an open transaction has records past the end."""
-        found = self.topics.get(topic)
-        return None if found is None or partition in found.open else self.end(topic, partition)
+        topic_ends = self.topics.get(topic)
+        return None if topic_ends is None or partition in topic_ends.open else self.end(topic, partition)
 
     def without(self, topics: Collection[str]) -> Reading:
         """The reading without some topics, whose ends are unknown then."""
@@ -63,8 +63,8 @@ def read_readings(lake: str, pool: str) -> list[Reading]:
     system, path = storage.filesystem(storage.readings_uri(lake, pool))
     try:
         with system.open_input_file(path) as file:
-            found = json.loads(file.read())
-        return [_parsed(item) for item in found]
+            rows = json.loads(file.read())
+        return [_parse_row(item) for item in rows]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return []
 
@@ -74,11 +74,11 @@ def keep_reading(lake: str, pool: str, reading: Reading, delay: float, limit: fl
 
     ``delay``, ``limit``: seconds between two readings that ETL compares. LakeError if the lake can't be written.
     """
-    known = read_readings(lake, pool)
-    found = thinned([*known, reading], delay, limit)
-    if found != known:
-        _write(storage.readings_uri(lake, pool), found)
-    return found
+    kept_readings = read_readings(lake, pool)
+    new_readings = thinned([*kept_readings, reading], delay, limit)
+    if new_readings != kept_readings:
+        _write(storage.readings_uri(lake, pool), new_readings)
+    return new_readings
 
 
 def thinned(readings: Sequence[Reading], delay: float, limit: float = math.inf) -> list[Reading]:
@@ -89,27 +89,27 @@ def thinned(readings: Sequence[Reading], delay: float, limit: float = math.inf) 
     a quarter of ``delay``, but for the newest, and for a reading that the next one confirms. With a ``limit``, the last of equal
     readings is renewed after that time.
     """
-    found: list[Reading] = []
-    for item in sorted(readings, key=lambda each: each.ended):
-        alike = _alike(found, item)
-        if alike and are_confirmed(found, delay) and item.began < found[-1].ended + limit:
+    useful_readings: list[Reading] = []
+    for item in sorted(readings, key=lambda item: item.ended):
+        alike_count = _alike_count(useful_readings, item)
+        if alike_count and are_confirmed(useful_readings, delay) and item.began < useful_readings[-1].ended + limit:
             continue
-        close = len(found) > 1 and found[-1].ended < found[-2].ended + delay / 4
-        if alike > 1 or (not alike and close and item.began < found[-1].ended + delay):
-            found.pop()
-        found.append(item)
-    return found[-MOST:]
+        close = len(useful_readings) > 1 and useful_readings[-1].ended < useful_readings[-2].ended + delay / 4
+        if alike_count > 1 or (not alike_count and close and item.began < useful_readings[-1].ended + delay):
+            useful_readings.pop()
+        useful_readings.append(item)
+    return useful_readings[-MOST:]
 
 
 def are_confirmed(readings: Sequence[Reading], delay: float) -> bool:
     """Whether the newest ends were read twice, with ``delay`` between both readings."""
-    alike = _alike(readings, readings[-1]) if readings else 0
-    return alike > 1 and readings[-alike].ended + delay <= readings[-1].began
+    alike_count = _alike_count(readings, readings[-1]) if readings else 0
+    return alike_count > 1 and readings[-alike_count].ended + delay <= readings[-1].began
 
 
-def _alike(readings: Sequence[Reading], reading: Reading) -> int:
+def _alike_count(readings: Sequence[Reading], reading: Reading) -> int:
     """The number of the last readings with the ends of another one."""
-    return len(list(takewhile(lambda each: each.topics == reading.topics, reversed(readings))))
+    return len(list(takewhile(lambda item: item.topics == reading.topics, reversed(readings))))
 
 
 def _write(uri: str, readings: Sequence[Reading]) -> None:
@@ -136,7 +136,7 @@ def _row(reading: Reading) -> dict[str, object]:
     return {"began": reading.began, "ended": reading.ended, "topics": topics}
 
 
-def _parsed(row: Mapping[str, Any]) -> Reading:
+def _parse_row(row: Mapping[str, Any]) -> Reading:
     topics = {
         topic: TopicEnds(
             item["id"],

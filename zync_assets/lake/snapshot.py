@@ -37,7 +37,7 @@ class Snapshot:
 
     def raw(self, topic: str) -> RawState | None:
         """The raw table of an input topic; None before the first ingest."""
-        return self._once(("raw", topic), lambda: raw.open_raw(self.pipeline.lake, self._raw_pool(topic), topic))
+        return self._open_once(("raw", topic), lambda: raw.open_raw(self.pipeline.lake, self._raw_pool(topic), topic))
 
     def quarantine(self, topic: str) -> LakeTable | None:
         """The side table of an input's raw table, never older than the raw table; None before the first entry."""
@@ -46,7 +46,7 @@ class Snapshot:
 
     def staging(self, pool: str) -> StagingState | None:
         """A staging table; None before the first batch. Raises TableDamaged."""
-        return self._once(("staging", pool), lambda: staging.staging_state(self._staging_table(pool)))
+        return self._open_once(("staging", pool), lambda: staging.staging_state(self._staging_table(pool)))
 
     def has_staging(self, pool: str) -> bool:
         """Whether there is a staging table, whatever state it is in."""
@@ -62,7 +62,7 @@ class Snapshot:
 
     def check_state(self, pool: str) -> CheckState:
         """The results of a pool's blocking checks."""
-        return self._once(("checked", pool), lambda: open_check_state(self.pipeline.lake, pool))
+        return self._open_once(("checked", pool), lambda: open_check_state(self.pipeline.lake, pool))
 
     def run_check(self, pool: str, check: Callable[[], CheckResult], *, soon: bool = False) -> CheckResult:
         """Run a blocking check of a pool and keep its result in the lake (``check_results.keep_result``).
@@ -81,9 +81,9 @@ class Snapshot:
         return self.pipeline.input(topic).pool
 
     def _table(self, uri: str) -> LakeTable | None:
-        return self._once(("table", uri), lambda: tables.open_table(uri))
+        return self._open_once(("table", uri), lambda: tables.open_table(uri))
 
-    def _once(self, key: Hashable, open_state: Callable[[], T]) -> T:
+    def _open_once(self, key: Hashable, open_state: Callable[[], T]) -> T:
         if key not in self._states:
             self._states[key] = open_state()
         return self._states[key]

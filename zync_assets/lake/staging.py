@@ -144,8 +144,8 @@ class StagingState:
 
     def output_files(self, topic: str, ranges: Collection[OffsetRange] | None = None) -> list[DataFile]:
         """Files of an output topic with an offset of ``ranges`` (None: all files), sorted by partition and offset, as numbers."""
-        found = [item for item in self.files if item.group == topic and (ranges is None or item.meets(ranges))]
-        return sorted(found, key=lambda item: (item.partition or 0, item.first or 0))
+        files = [item for item in self.files if item.group == topic and (ranges is None or item.meets(ranges))]
+        return sorted(files, key=lambda item: (item.partition or 0, item.first or 0))
 
     @property
     def ledger_files(self) -> list[DataFile]:
@@ -211,14 +211,16 @@ def _read_head(opened: LakeTable, path: str) -> list[dict[str, Any]]:
 def check_whole(state: StagingState) -> None:
     """TableDamaged if another program changed the files of the table, by the log alone: those of an output don't hold as many
     records as were numbered, or the sum of all is another one."""
-    held = Counter[tuple[str | None, int | None]]()
+    record_counts = Counter[tuple[str | None, int | None]]()
     for item in state.files:
-        held[item.group, item.partition] += item.records
+        record_counts[item.group, item.partition] += item.records
     for (topic, partition), position in sorted(state.head.outputs.items()):
-        there, numbered = held[topic, partition], position.next - position.base
-        if there != numbered:
+        count, numbered_count = record_counts[topic, partition], position.next - position.base
+        if count != numbered_count:
             place = topic if position.partitions in (None, 1) else f"{topic}, partition {partition}"
-            raise tampering.damage(state.table, f"it holds {there} outputs of {place}, and {numbered} were numbered")
+            raise tampering.damage(
+                state.table, f"it holds {count} outputs of {place}, and {numbered_count} were numbered"
+            )
     tampering.check(state.table)
 
 
@@ -250,8 +252,8 @@ def commit_batch(
     ``schema``: the table's columns, widened for this batch. Raises CommitConflict if another batch came first.
     """
     for place in {(item.group, item.partition or 0) for item in files if item.group and not is_own_group(item.group)}:
-        own = [item for item in files if (item.group, item.partition or 0) == place]
-        _check_numbering((str(place[0]), place[1]), own, before, head)
+        place_files = [item for item in files if (item.group, item.partition or 0) == place]
+        _check_numbering((str(place[0]), place[1]), place_files, before, head)
     uri = storage.staging_uri(lake, pool)
     all_files = [*files, _write_head(uri, head)]
     crash_point("etl:head-written")
@@ -261,17 +263,17 @@ def commit_batch(
         crash_point("etl:table-created")
         return
     old_heads = [item for item in before.files if item.group == ACCOUNT and item.path.startswith(_HEAD)]
-    known = _planned_on(before.head, before.table)
+    planned_numbers = _planned_numbers(before.head, before.table)
     opened = tables.widen(before.table, schema)
     if opened is not before.table:
         crash_point("etl:columns-added")
-    if opened is not before.table and _planned_on(before.head, opened) != known:
+    if opened is not before.table and _planned_numbers(before.head, opened) != planned_numbers:
         raise CommitConflict(f"table {uri}: another writer committed first; run again")
     tables.commit(opened, all_files, numbers, removals=[*removed, *old_heads], partition_by=["topic"])
     crash_point("etl:committed")
 
 
-def _planned_on(head: Head, opened: LakeTable) -> list[int | None]:
+def _planned_numbers(head: Head, opened: LakeTable) -> list[int | None]:
     """The numbers that must not change during a batch. A release of raw records keeps the batch number, so that the released
     offsets are compared too."""
     names = ["zync:batch", *(f"zync:released:{topic}:{partition}" for topic, partition in head.inputs)]
@@ -319,13 +321,13 @@ def _check_numbering(
     place: tuple[str, int], files: Sequence[DataFile], before: StagingState | None, head: Head
 ) -> None:
     """Refuse a batch whose files don't number base..m without a gap. A committed gap could not be repaired."""
-    ordered = sorted(files, key=lambda item: item.first or 0)
-    old = before.head.outputs.get(place) if before is not None else None
-    start = old.next if old is not None else head.outputs[place].base
-    edges = [start - 1, *[edge for item in ordered for edge in (item.first or 0, item.last or 0)]]
-    whole = all((item.last or 0) - (item.first or 0) + 1 == item.records for item in ordered)
-    joined = all(b == a + 1 for a, b in list(pairwise(edges))[::2])
-    if not whole or not joined or edges[-1] + 1 != head.outputs[place].next:
+    sorted_files = sorted(files, key=lambda item: item.first or 0)
+    old_position = before.head.outputs.get(place) if before is not None else None
+    start = old_position.next if old_position is not None else head.outputs[place].base
+    edges = [start - 1, *[edge for item in sorted_files for edge in (item.first or 0, item.last or 0)]]
+    is_whole = all((item.last or 0) - (item.first or 0) + 1 == item.records for item in sorted_files)
+    is_joined = all(b == a + 1 for a, b in list(pairwise(edges))[::2])
+    if not is_whole or not is_joined or edges[-1] + 1 != head.outputs[place].next:
         raise LakeError(f"{place_text(*place)}: this batch would number its outputs with a gap; nothing was committed")
 
 

@@ -354,10 +354,10 @@ def by_own_types(uri: str, paths: Sequence[str], schema: pa.Schema) -> list[tupl
     groups: dict[pa.Schema, list[str]] = {}
     for path in paths:
         system, place = filesystem(join(uri, path))
-        own = {field.name: field.type for field in pq.read_schema(place, filesystem=system)}
+        file_types = {field.name: field.type for field in pq.read_schema(place, filesystem=system)}
         reader_schema = pa.schema(
             [
-                pa.field(item.name, _with_longs(item.type, own[item.name])) if item.name in own else item
+                pa.field(item.name, _with_longs(item.type, file_types[item.name])) if item.name in file_types else item
                 for item in schema
             ]
         )

@@ -208,16 +208,16 @@ def refusal(uri: str, settings: Mapping[str, str], error: BaseException) -> Lake
     """
     text = str(error)
     bucket, kind = urlsplit(uri).netloc, kind_of(uri)
-    where = f"at {endpoint}" if (endpoint := settings.get("endpoint")) else f"in {kind.name}"
+    place = f"at {endpoint}" if (endpoint := settings.get("endpoint")) else f"in {kind.name}"
     match = _CODE.search(text) or _STATUS.search(text)
     code = match[1] if match else ""
     if any(sign in text for sign in _NO_BUCKET):
         return LakeError(
-            f"lake {uri}: there is no bucket {bucket} {where}. Create it, or correct lake: in the pipeline file."
+            f"lake {uri}: there is no bucket {bucket} {place}. Create it, or correct lake: in the pipeline file."
         )
     if code in _NO_LOGIN or code == "401":
         return LakeError(
-            f"lake {uri}: the store {where} does not know the credentials ({code}). Correct the keys of lake: in the pipeline"
+            f"lake {uri}: the store {place} does not know the credentials ({code}). Correct the keys of lake: in the pipeline"
             " file, or the environment variables that stand for them."
         )
     if any(sign in text for sign in _NO_CREDENTIALS):
@@ -227,16 +227,16 @@ def refusal(uri: str, settings: Mapping[str, str], error: BaseException) -> Lake
         )
     if code in ("AccessDenied", "403") or "lacked the necessary privileges" in text:
         return LakeError(
-            f"lake {uri}: the store {where} does not let these credentials do that ({code or 'AccessDenied'}). They need to"
+            f"lake {uri}: the store {place} does not let these credentials do that ({code or 'AccessDenied'}). They need to"
             f" list, read, write and delete objects below {uri}."
         )
     if any(sign in text for sign in _SILENCE):
         return LakeUnavailable(
-            f"lake {uri}: no answer from the store {where}. Nothing is lost: run again when it is up, or correct endpoint"
+            f"lake {uri}: no answer from the store {place}. Nothing is lost: run again when it is up, or correct endpoint"
             " and region of lake: in the pipeline file."
         )
     if code in _TROUBLE:
-        return LakeUnavailable(f"lake {uri}: the store {where} has trouble ({code}). Nothing is lost: run again later.")
+        return LakeUnavailable(f"lake {uri}: the store {place} has trouble ({code}). Nothing is lost: run again later.")
     return None
 
 
