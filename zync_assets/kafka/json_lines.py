@@ -377,13 +377,13 @@ def produce(
 
 
 def _drain(producer: Producer, connection: Connection, doing: str, failures: list[ClientError]) -> None:
-    waiting = len(producer)
+    queue_length = len(producer)
     progress = time.monotonic()
-    while waiting and not failures:
+    while queue_length and not failures:
         queue_size = producer.flush(0.5)
-        if queue_size < waiting:
+        if queue_size < queue_length:
             progress = time.monotonic()
         elif time.monotonic() - progress > DELIVERY_SECONDS:
             producer.purge()
             raise connection.unavailable(doing)
-        waiting = queue_size
+        queue_length = queue_size

@@ -83,9 +83,9 @@ def _avro_value(schema: Any, value: Any, types: Mapping[str, Any], path: str) ->
     kind = schema["type"]
     if kind in ("record", "error") and isinstance(value, Mapping):
         fields = {field["name"]: field["type"] for field in schema["fields"]}
-        unknown = [str(name) for name in value if name not in fields]
-        if unknown:
-            raise SchemaError(f"{path}: the schema has no field {', '.join(unknown)}; add it, or leave it out")
+        unknown_names = [str(name) for name in value if name not in fields]
+        if unknown_names:
+            raise SchemaError(f"{path}: the schema has no field {', '.join(unknown_names)}; add it, or leave it out")
         return {name: _avro_value(fields[name], item, types, f"{path}.{name}") for name, item in value.items()}
     if kind == "array" and isinstance(value, list):
         return [_avro_value(schema["items"], item, types, f"{path}[]") for item in value]
@@ -273,13 +273,13 @@ def connect_encoder(schema: str) -> Callable[[Any], bytes]:
 
     def encode(value: Any) -> bytes:
         _check(node, value, "value")
-        column, bad = read(pa.array([json.dumps(value).encode()], pa.binary()))
-        if not bad:
+        column, errors = read(pa.array([json.dumps(value).encode()], pa.binary()))
+        if not errors:
             batch = encoder.encode(column)
-            bad = {item.index: item.error for item in batch.bad}
-            if not bad and (payload := batch.payloads[0].as_py()) is not None:
+            errors = {item.index: item.error for item in batch.bad}
+            if not errors and (payload := batch.payloads[0].as_py()) is not None:
                 return payload
-        raise SchemaError(f"a value does not fit its schema: {bad.get(0, 'it is null')}")
+        raise SchemaError(f"a value does not fit its schema: {errors.get(0, 'it is null')}")
 
     return encode
 
@@ -293,8 +293,8 @@ def _check(node: Connect, value: Any, path: str) -> None:
     """SchemaError for a field that the schema lacks, which would not be sent, and for a required field without a value."""
     if node.kind == "struct" and isinstance(value, dict):
         fields = dict(node.fields)
-        if unknown := [name for name in value if name not in fields]:
-            raise SchemaError(f"{path}: the schema has no field {', '.join(unknown)}; add it, or leave it out")
+        if unknown_names := [name for name in value if name not in fields]:
+            raise SchemaError(f"{path}: the schema has no field {', '.join(unknown_names)}; add it, or leave it out")
         for name, kind in fields.items():
             if value.get(name) is not None:
                 _check(kind, value[name], f"{path}.{name}")

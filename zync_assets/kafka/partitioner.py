@@ -19,10 +19,10 @@ def key_partitions(keys: pa.Array, count: int) -> np.ndarray:
     """The partition of each key (binary), of ``count`` partitions."""
     if count == 1:
         return np.zeros(len(keys), np.int32)
-    found = (murmur2(keys) & np.uint32(0x7FFFFFFF)) % np.uint32(count)
+    partitions = (murmur2(keys) & np.uint32(0x7FFFFFFF)) % np.uint32(count)
     if keys.null_count:
-        found[keys.is_null().to_numpy(zero_copy_only=False)] = 0
-    return found.astype(np.int32)
+        partitions[keys.is_null().to_numpy(zero_copy_only=False)] = 0
+    return partitions.astype(np.int32)
 
 
 def murmur2(keys: pa.Array) -> np.ndarray:
@@ -39,37 +39,41 @@ def murmur2(keys: pa.Array) -> np.ndarray:
     # The longest keys first: those with words left are always the first ones.
     order = np.argsort(-lengths, kind="stable")
     starts, lengths = starts[order], lengths[order]
-    found = np.uint32(_SEED) ^ lengths.astype(np.uint32)
+    hashes = np.uint32(_SEED) ^ lengths.astype(np.uint32)
     blocks = lengths // 4
     place, active = 0, len(keys)
     with np.errstate(over="ignore"):
         while active := int(np.searchsorted(-blocks[:active], -place, side="left")):
             if active <= _FEW:
                 for at in range(active):
-                    found[at] = _rest(int(found[at]), words[starts[at] + 4 * place : starts[at] + 4 * blocks[at] : 4])
+                    hashes[at] = _hash_words(
+                        int(hashes[at]), words[starts[at] + 4 * place : starts[at] + 4 * blocks[at] : 4]
+                    )
                 break
-            found[:active] = _mixed(found[:active], words[starts[:active] + 4 * place])
+            hashes[:active] = _mix_words(hashes[:active], words[starts[:active] + 4 * place])
             place += 1
-        rest = lengths % 4
-        tails = np.flatnonzero(rest)
+        tail_sizes = lengths % 4
+        tails = np.flatnonzero(tail_sizes)
         last = words[starts[tails] + 4 * blocks[tails]]
         # The bytes after the key are not of the key.
-        found[tails] = (found[tails] ^ (last & ((np.uint32(1) << (8 * rest[tails]).astype(np.uint32)) - 1))) * _M
-        found = (found ^ (found >> np.uint32(13))) * _M
-        found ^= found >> np.uint32(15)
-    result = np.empty_like(found)
-    result[order] = found
+        hashes[tails] = (
+            hashes[tails] ^ (last & ((np.uint32(1) << (8 * tail_sizes[tails]).astype(np.uint32)) - 1))
+        ) * _M
+        hashes = (hashes ^ (hashes >> np.uint32(13))) * _M
+        hashes ^= hashes >> np.uint32(15)
+    result = np.empty_like(hashes)
+    result[order] = hashes
     return result
 
 
-def _mixed(found: np.ndarray, words: np.ndarray) -> np.ndarray:
+def _mix_words(hashes: np.ndarray, words: np.ndarray) -> np.ndarray:
     words = words * _M
-    return (found * _M) ^ ((words ^ (words >> np.uint32(24))) * _M)
+    return (hashes * _M) ^ ((words ^ (words >> np.uint32(24))) * _M)
 
 
-def _rest(found: int, words: np.ndarray) -> int:
+def _hash_words(key_hash: int, words: np.ndarray) -> int:
     """The hash of one key after the rest of its words."""
-    many = words * _M
-    for word in ((many ^ (many >> np.uint32(24))) * _M).tolist():
-        found = (found * 0x5BD1E995 & 0xFFFFFFFF) ^ word
-    return found
+    products = words * _M
+    for word in ((products ^ (products >> np.uint32(24))) * _M).tolist():
+        key_hash = (key_hash * 0x5BD1E995 & 0xFFFFFFFF) ^ word
+    return key_hash

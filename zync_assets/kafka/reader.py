@@ -167,15 +167,15 @@ def check_range(intake: Intake, connection: Connection, topic: str, partition: i
 def _watermarks(intake: Intake, connection: Connection, doing: str) -> tuple[int, int]:
     """The partition's watermarks. While a broker is waited for, what it reports is looked at."""
     began = time.monotonic()
-    unknown: float | None = None
+    unknown_since: float | None = None
     while True:
         try:
             watermarks = intake.watermarks(PATIENCE)
         except KafkaException as error:
             code, now = error.args[0].code(), time.monotonic()
             # Of a broker that was away before, that time does not count.
-            unknown = (unknown or now) if code in UNKNOWN_TOPIC else None
-            if now - began > STALL_SECONDS or (unknown is not None and now - unknown > PROPAGATION):
+            unknown_since = (unknown_since or now) if code in UNKNOWN_TOPIC else None
+            if now - began > STALL_SECONDS or (unknown_since is not None and now - unknown_since > PROPAGATION):
                 raise
             if code not in UNREACHABLE | BETWEEN_LEADERS | UNKNOWN_TOPIC:
                 raise

@@ -210,7 +210,7 @@ def ask(config: RegistryConfig, request: Callable[[], T], label: str) -> T:
     tries = int(number["max.retries"])
     for attempt in range(tries + 1):
         try:
-            return _once(config, request, label)
+            return _request_once(config, request, label)
         except RegistryUnavailable as error:
             if attempt >= tries:
                 raise
@@ -220,7 +220,7 @@ def ask(config: RegistryConfig, request: Callable[[], T], label: str) -> T:
     raise AssertionError("unreachable")
 
 
-def _once(config: RegistryConfig, request: Callable[[], T], label: str) -> T:
+def _request_once(config: RegistryConfig, request: Callable[[], T], label: str) -> T:
     from confluent_kafka.schema_registry import SchemaRegistryError
     from confluent_kafka.schema_registry.error import OAuthTokenError
 
@@ -389,18 +389,18 @@ class Registry:
         """
         from confluent_kafka.schema_registry import Schema
 
-        def once() -> int:
+        def send() -> int:
             schema = Schema(schema_json, "AVRO")
             return self._ask(lambda client: client.register_schema(subject, schema), f"registering subject {subject}")
 
         try:
-            return once()
+            return send()
         except RegistryUnavailable:
             raise
         except RegistryError:
             # A registry may refuse the second of two clients that create a subject at the same moment. The second request
             # finds the subject, and the registry compares the schemas.
-            return once()
+            return send()
 
     def subjects(self) -> list[str]:
         """The names of all subjects, sorted."""
@@ -422,17 +422,17 @@ class Registry:
         documents: list[str] = []
         for reference in schema.references or ():
             subject, version = str(reference.subject), int(reference.version or -1)
-            where = f"{label}, which refers to subject {subject} version {version}"
+            reference_label = f"{label}, which refers to subject {subject} version {version}"
             dependency = self._ask(
-                lambda client, subject=subject, version=version: client.get_version(subject, version), where
+                lambda client, subject=subject, version=version: client.get_version(subject, version), reference_label
             ).schema
             documents += [*self._references(dependency, label), str(dependency.schema_str)]
         return list(dict.fromkeys(documents))
 
     def _ask(self, request: Callable[[SchemaRegistryClient], T], label: str) -> T:
-        def once() -> T:
+        def send() -> T:
             if self._client is None:
                 self._client = connect(self._config)
             return request(self._client)
 
-        return ask(self._config, once, label)
+        return ask(self._config, send, label)

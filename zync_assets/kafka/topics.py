@@ -153,7 +153,7 @@ def _survey(ask: Question, names: list[str]) -> Survey:
     )
     high, low, end = (_offsets(ask, answers, away, problems) for answers in requests)
     for topic, partition in places:
-        if not all((topic, partition) in found for found in (high, low, end)) and partition not in away[topic]:
+        if not all((topic, partition) in offsets for offsets in (high, low, end)) and partition not in away[topic]:
             # Deleted between the two questions, or the broker has just started and does not lead it yet: asked once more,
             # the description knows.
             away[topic][partition] = LeaderMissing(
@@ -259,7 +259,11 @@ def known_watermarks(kafka: Mapping[str, str], partitions: Mapping[str, Iterable
     highs: dict[str, dict[int, int]] = {}
     for (topic, partition), offset in offsets.items():
         highs.setdefault(topic, {})[partition] = offset
-    return {topic: found for topic, found in highs.items() if len(found) == len(list(partitions[topic]))}
+    return {
+        topic: offset_by_partition
+        for topic, offset_by_partition in highs.items()
+        if len(offset_by_partition) == len(list(partitions[topic]))
+    }
 
 
 def create_topic(

@@ -113,7 +113,8 @@ class SharedProducer:
     def is_full(self) -> bool:
         """Whether so many records wait for their report that no more are to be handed over."""
         writers = self.writers.values()
-        records, size = sum(each.sent - each.confirmed for each in writers), sum(each.waiting_bytes for each in writers)
+        records = sum(writer.sent - writer.confirmed for writer in writers)
+        size = sum(writer.waiting_bytes for writer in writers)
         return records > QUEUE_RECORDS or size > QUEUE_BYTES
 
     def hand_over(self, partition: int, records: pa.RecordBatch) -> ClientError | None:
@@ -134,12 +135,12 @@ class SharedProducer:
             end = error.args[0]
         if end is not None or any(report.error is not None for report in reports):
             reports = self._reports_to_cause(reports)
-        failed = [writer for report in reports if not (writer := self.writers[report.partition]).confirm(report)]
-        failed.sort(key=lambda writer: not writer.is_cause)
+        failures = [writer for report in reports if not (writer := self.writers[report.partition]).confirm(report)]
+        failures.sort(key=lambda writer: not writer.is_cause)
         if end is not None:
-            raise (failed[0] if failed else self._late()).refusal(end)
-        if failed:
-            failed[0].raise_error()
+            raise (failures[0] if failures else self._late()).refusal(end)
+        if failures:
+            failures[0].raise_error()
 
     def _reports_to_cause(self, reports: list[Report]) -> list[Report]:
         """The reports up to the broker's error. Waits a second for it at the most."""

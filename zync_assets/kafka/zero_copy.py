@@ -159,9 +159,14 @@ class Intake(Client):
                 text = ctypes.string_at(address, size).decode(errors="replace") if address else None
                 error = KafkaError(int(errors[index]), text)
                 troubles.append(Trouble(error, self._topic, self._partition, int(offsets[index])))
-            good = errors == 0
-            messages, offsets, lists, headers = messages[good], offsets[good], lists[good], headers[good]
-            values, keys = values[good], keys[good]
+            mask = errors == 0
+            messages, offsets, lists, headers = (
+                messages[mask],
+                offsets[mask],
+                lists[mask],
+                headers[mask],
+            )
+            values, keys = values[mask], keys[mask]
         pairs = np.empty((len(messages), 2), np.int64)
         self._loops.times(messages, pairs)
         columns = [
@@ -175,15 +180,15 @@ class Intake(Client):
 
     def _binary(self, parts: Longs) -> pa.Array:
         """The bytes at these addresses (0: null), of these sizes."""
-        present = parts[:, 0] != 0
-        size = int(parts[:, 1].sum(where=present))
+        is_valid = parts[:, 0] != 0
+        size = int(parts[:, 1].sum(where=is_valid))
         if size > np.iinfo(np.int32).max:
             raise ZyncKafkaError(
                 f"{len(parts)} records of {self._topic}/{self._partition} came at once with {size} bytes, more than 2 GiB."
             )
         ends, data = np.empty(len(parts) + 1, np.int32), np.empty(size, np.uint8)
         self._loops.gather(parts, ends, data)
-        buffers = [validity_buffer(present), pa.py_buffer(ends), pa.py_buffer(data)]
+        buffers = [validity_buffer(is_valid), pa.py_buffer(ends), pa.py_buffer(data)]
         return pa.Array.from_buffers(pa.binary(), len(parts), buffers)
 
     def _headers(self, lists: Longs, counts: Longs) -> pa.Array:
@@ -370,6 +375,6 @@ def _places(column: pa.Array) -> tuple[Any, Any]:
     base = starts.address if data is None or not data.address else data.address
     addresses, sizes = ends[:-1] + np.uint64(base), np.diff(ends)
     if column.null_count:
-        present = column.is_valid().to_numpy(zero_copy_only=False)
-        addresses, sizes = addresses * present, sizes * present
+        is_valid = column.is_valid().to_numpy(zero_copy_only=False)
+        addresses, sizes = addresses * is_valid, sizes * is_valid
     return addresses, sizes

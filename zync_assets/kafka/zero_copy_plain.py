@@ -49,8 +49,8 @@ def look(
     for side, parts in (("value", values), ("key", keys)):
         parts[:, 0], parts[:, 1] = fields[side], fields[f"{side}_size"]
     functions = quick_library()
-    absent = list(map(functions.rd_kafka_message_headers, messages.tolist(), _item_addresses(lists)))
-    has_headers = (np.array(absent) == 0) & (errors == 0)
+    codes = list(map(functions.rd_kafka_message_headers, messages.tolist(), _item_addresses(lists)))
+    has_headers = (np.array(codes) == 0) & (errors == 0)
     headers[has_headers] = list(map(functions.rd_kafka_header_cnt, lists[has_headers].tolist()))
 
 
