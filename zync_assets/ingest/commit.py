@@ -142,9 +142,9 @@ def _advance(
 ) -> RawAdvance:
     next_offsets = plan.state.next if plan.state else {}
     ends = {**plan.first, **{part.partition: part.end for part in (*plan.losses, *plan.ranges)}}
-    bad = Counter[int]()
+    bad_counts = Counter[int]()
     for file in (*files.bad, *lost_files):
-        bad[file.partition or 0] += file.records
+        bad_counts[file.partition or 0] += file.records
     return RawAdvance(
         plan.input.topic,
         plan.topic_state.topic_id,
@@ -152,7 +152,7 @@ def _advance(
         files.files,
         plan.first,
         {partition: end for partition, end in ends.items() if next_offsets.get(partition) != end},
-        bad=bad,
+        bad=bad_counts,
         left_out=files.left_out,
         attempts={file.partition or 0: reading.attempt for file in (*files.bad, *lost_files, *files.dropped)},
         times=times,
@@ -198,21 +198,21 @@ def _show_progress(pipeline: Pipeline, topic: str, until: Mapping[int, int]) -> 
         _log.warning("the lag that Kafka shows for %s is out of date, and nothing else: %s", topic, error)
 
 
-def _admit(pipeline: Pipeline, plan: IngestPlan, bad: Sequence[DataFile]) -> None:
-    """BadRecords if the pipeline file does not accept the undecodable records. ``bad``: their files, not yet committed."""
+def _admit(pipeline: Pipeline, plan: IngestPlan, bad_files: Sequence[DataFile]) -> None:
+    """BadRecords if the pipeline file does not accept the undecodable records. ``bad_files``: their files, not yet committed."""
     item = plan.input
     if item.on_bad_record == "quarantine" and item.max_bad_records is None:
         return
-    if not bad:
+    if not bad_files:
         return
-    lowest = min(bad, key=lambda file: (file.partition or 0, file.first or 0))
+    lowest = min(bad_files, key=lambda file: (file.partition or 0, file.first or 0))
     place = (lowest.partition or 0, lowest.first or 0)
     uri = storage.quarantine_uri(pipeline.lake, item.pool, item.topic)
     row = rows_at(uri, [lowest], place[0], [place[1]], ["stage", "error"])[place[1]]
     first = QuarantinedRecord(
         item.pool, item.topic, *place, row["stage"], None, f"{row['stage']}: {row['error']}", None, False
     )
-    admit(pipeline, item, plan.state, sum(file.records for file in bad), first, "ingest")
+    admit(pipeline, item, plan.state, sum(file.records for file in bad_files), first, "ingest")
 
 
 def _check_identity(pipeline: Pipeline, plan: IngestPlan) -> None:

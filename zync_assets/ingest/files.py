@@ -344,25 +344,29 @@ def shaped_schema(item: Input, source: TopicSource, table: pa.Schema, frame: Dat
 def shaped_notes(item: Input, source: TopicSource, before: pa.Schema, after: pa.Schema) -> dict[str, Note]:
     """Side → what Connect's schemas say of the whole key or value after the shape. ``before``, ``after``: the columns before
     and after it."""
-    own = {side: connect_note_of(before.field(side)) for side in ("key", "value") if side in before.names}
+    side_notes = {side: connect_note_of(before.field(side)) for side in ("key", "value") if side in before.names}
     return {
-        side: optional(_notes(item, source, side, after.field(side).type, own).get(()) or PLAIN)
+        side: optional(_notes(item, source, side, after.field(side).type, side_notes).get(()) or PLAIN)
         for side in ("key", "value")
         if side in after.names
     }
 
 
 def _notes(
-    item: Input, source: TopicSource, side: str, kind: pa.DataType, own: Mapping[str, Note] = MappingProxyType({})
+    item: Input,
+    source: TopicSource,
+    side: str,
+    kind: pa.DataType,
+    side_notes: Mapping[str, Note] = MappingProxyType({}),
 ) -> Notes:
-    """What Connect's schemas say of a side as the shape makes it. ``kind``: its type; ``own``: what they say of a whole key or
-    value before it is shaped."""
+    """What Connect's schemas say of a side as the shape makes it. ``kind``: its type; ``side_notes``: what they say of a whole
+    key or value before it is shaped."""
     assert item.shape is not None
     types = {"key": source.key_type or pa.null(), "value": source.value_type or pa.null()}
     shape = shape_in_lake_names(item.shape, types["key"], types["value"])
     # A null value stays null: within the shaped value, the value before is there.
     columns = [
-        with_connect_note(pa.field(name, type), replace(own.get(name, PLAIN), required=name == side == "value"))
+        with_connect_note(pa.field(name, type), replace(side_notes.get(name, PLAIN), required=name == side == "value"))
         for name, type in types.items()
     ]
     return shape_notes(shape.sides.get(side, side), kind, {"": pa.schema(columns)}, certain=True)

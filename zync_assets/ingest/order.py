@@ -84,7 +84,7 @@ def own_orders(topic: str, order: SourceOrder | None, columns: Mapping[str, pa.A
     records have no positions.
     """
     if order is not None and order.transactions:
-        return _of_transactions(topic, columns["kafka"], columns["value"])
+        return _transaction_orders(topic, columns["kafka"], columns["value"])
     if order is not None and (order.time or order.by is not None):
         return None if order.path is None else _at_path(f"input {topic}, order.by: {order.by}", order.path, columns)
     value = columns["value"]
@@ -98,25 +98,25 @@ def own_orders(topic: str, order: SourceOrder | None, columns: Mapping[str, pa.A
     return _orders(high, pc.if_else(_is_snapshot(source), pa.scalar(LOWEST[1], pa.int64()), low))
 
 
-def _of_transactions(topic: str, kafka: pa.Array, value: pa.Array) -> pa.StructArray | None:
+def _transaction_orders(topic: str, kafka: pa.Array, value: pa.Array) -> pa.StructArray | None:
     """The orders of the records of a transaction topic. SchemaError for records of another kind."""
     if pa.types.is_null(value.type):
         return None
     place, cure = f"transactions.topic: {topic}", "Nothing was ingested. Remove transactions: from the pipeline file"
     fields = [item.name for item in value.type] if pa.types.is_struct(value.type) else []
-    missing = [name for name in ("id", "status") if name not in fields]
-    if missing:
+    missing_names = [name for name in ("id", "status") if name not in fields]
+    if missing_names:
         raise SchemaError(
-            f"{place} has records without a field {missing[0]}, so that it is no transaction topic of Debezium. {cure}."
+            f"{place} has records without a field {missing_names[0]}, so that it is no transaction topic of Debezium. {cure}."
         )
     ids = pc.struct_field(value, "id")
     if not pa.types.is_string(ids.type):
         raise SchemaError(f"{place} has ids of type {ids.type}, and Debezium's are strings. {cure}.")
     high, low = transaction_ends(ids)
     binlog = pc.fill_null(is_binlog_id(ids), False)
-    unknown = ids.filter(pc.and_(pc.is_valid(ids), pc.and_(pc.is_null(high), pc.invert(binlog))))
-    if len(unknown):
-        raise SchemaError(_no_place(place, str(unknown[0].as_py())) + f" {cure}.")
+    unknown_ids = ids.filter(pc.and_(pc.is_valid(ids), pc.and_(pc.is_null(high), pc.invert(binlog))))
+    if len(unknown_ids):
+        raise SchemaError(_position_problem(place, str(unknown_ids[0].as_py())) + f" {cure}.")
     partitions = pc.struct_field(kafka, "partition").filter(binlog)
     if len(partitions) and (partition := pc.max(partitions).as_py()):
         raise SchemaError(
@@ -128,7 +128,7 @@ def _of_transactions(topic: str, kafka: pa.Array, value: pa.Array) -> pa.StructA
     return _orders(pc.if_else(is_end, high, pa.scalar(None, pa.int64())), low)
 
 
-def _no_place(place: str, id: str) -> str:
+def _position_problem(place: str, id: str) -> str:
     if id.startswith("{"):
         return (
             f"{place} has the transaction id {id} of MongoDB. MongoDB's connector writes an END record only when another change"
@@ -155,10 +155,10 @@ def transaction_ends(ids: pa.Array) -> Pair:
     file, block, slot = _lsn(ids)
     high = (np.maximum(file, 0) & 0x7FFF_FFFF) << 32 | np.maximum(block, 0)
     is_last = slot >= 0x7FFF
-    known, nothing = pa.array(file >= 0), pa.scalar(None, pa.int64())
+    is_lsn, null = pa.array(file >= 0), pa.scalar(None, pa.int64())
     low = np.where(is_last, -(2**63), (np.clip(slot, 0, 0x7FFE) + 1) << 48)
-    server = [pc.if_else(known, pa.array(each), nothing) for each in (high + is_last, low)]
-    zero = pc.if_else(pc.is_valid(lsn), pa.scalar(0, pa.int64()), nothing)
+    server = [pc.if_else(is_lsn, pa.array(numbers), null) for numbers in (high + is_last, low)]
+    zero = pc.if_else(pc.is_valid(lsn), pa.scalar(0, pa.int64()), null)
     return pc.coalesce(lsn, server[0]), pc.coalesce(zero, server[1])
 
 
@@ -326,8 +326,8 @@ def _sql_server(source: pa.StructArray) -> Pair:
     within |= np.clip(change[2], 0, (1 << 12) - 1) << 4 | np.clip(event, 0, 15)
     within[(distance > 63) | (change[0] < 0)] = 0
     low = np.clip(commit[2], 0, 0x7FFF) << 48 | within
-    nothing = pa.scalar(None, pa.int64())
-    return pc.if_else(valid, pa.array(high), nothing), pc.if_else(valid, pa.array(low), nothing)
+    null = pa.scalar(None, pa.int64())
+    return pc.if_else(valid, pa.array(high), null), pc.if_else(valid, pa.array(low), null)
 
 
 _LSN_WIDTH = 22

@@ -161,7 +161,7 @@ def small_inputs(
     None is small if there are few. A topic with a shape is not, since Spark SQL stands between its tasks.
     """
     batches: dict[str, RawBatch] = {}
-    rest, troubles = list[str](), list[ZyncError]()
+    other_topics, troubles = list[str](), list[ZyncError]()
     if len(topics) < MANY:
         return batches, list(topics), troubles
     for topic in topics:
@@ -175,10 +175,10 @@ def small_inputs(
         plan = batch.plan
         whole = sum(part.end - part.first for part in plan.ranges) == plan.lag
         if not whole or plan.lag > SMALL_OFFSETS or plan.input.shape is not None:
-            rest.append(topic)
+            other_topics.append(topic)
         elif not plan.nothing_to_do:
             batches[topic] = batch
-    return (batches, rest, troubles) if len(batches) >= MANY else ({}, [*batches, *rest], troubles)
+    return (batches, other_topics, troubles) if len(batches) >= MANY else ({}, [*batches, *other_topics], troubles)
 
 
 def read_input(spark: SparkSession | Session, pipeline: Pipeline, plan: IngestPlan) -> RawBatch:
@@ -190,10 +190,10 @@ def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> TopicS
     """The connections, formats and column types that a Spark task needs to read a topic into its raw table."""
     names = state.schema.names if state else []
 
-    def present(side: str) -> pa.DataType | None:
+    def column_type(side: str) -> pa.DataType | None:
         return state.schema.field(side).type if state and side in names else None
 
-    key, value = present("key"), present("value")
+    key, value = column_type("key"), column_type("value")
     if item.shape is not None:
         key, value = decoded_types(pipeline.lake, item) or (None, None)
     return TopicSource(
@@ -270,14 +270,14 @@ def _losses(
                 )
                 raise DataLoss(
                     f"topic {item.topic}, partition {part.partition}: next offset {upcoming} is below the low watermark"
-                    f" {part.low}; {_gone(upcoming, part.low)}.{hint}"
+                    f" {part.low}; {_removed_offsets(upcoming, part.low)}.{hint}"
                     " Set on-data-loss: continue to accept that."
                 )
             losses.append(OffsetRange(part.partition, upcoming, part.low))
     return tuple(losses)
 
 
-def _gone(first: int, end: int) -> str:
+def _removed_offsets(first: int, end: int) -> str:
     if end - first == 1:
         return f"1 offset is gone by retention, {first}"
     return f"{end - first} offsets are gone by retention, {first} to {end - 1}"

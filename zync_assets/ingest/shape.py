@@ -90,9 +90,9 @@ def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
 
     SchemaError if Spark can't resolve an expression, or the condition is none.
     """
-    void, where, sides, order = _expressions(frame, item)
+    void, condition, sides, order = _expressions(frame, item)
     whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
-    records = whole.selectExpr("*", f"{CONTROL} IS NULL AND coalesce({where}, false) AS {KEPT}")
+    records = whole.selectExpr("*", f"{CONTROL} IS NULL AND coalesce({condition}, false) AS {KEPT}")
     side_columns = [f"CASE WHEN {KEPT} THEN {sql} END AS {side}" for side, sql in sides.items()]
     orders = [] if order is None else [f"{order} AS `{ORDER}`"]
     return records.selectExpr(CONTROL, KEPT, "kafka", *side_columns, "key_schema_id", "value_schema_id", *orders)
@@ -101,11 +101,11 @@ def shaped_frame(frame: DataFrame, item: Input) -> DataFrame:
 def failing_frame(frame: DataFrame, item: Input) -> DataFrame:
     """Partition and offset of the decoded records that a shape fails on, and the rows with CONTROL, within
     ``tasks.search_settings``. Lazy."""
-    void, where, sides, order = _expressions(frame, item)
+    void, condition, sides, order = _expressions(frame, item)
     whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
     side_failures = " OR ".join(fails(sql) for sql in sides.values())
-    always = " OR ".join(fails(sql) for sql in (where, order) if sql is not None)
-    wrong = f"CASE WHEN {always} THEN true WHEN {where} THEN {side_failures} ELSE false END"
+    always = " OR ".join(fails(sql) for sql in (condition, order) if sql is not None)
+    wrong = f"CASE WHEN {always} THEN true WHEN {condition} THEN {side_failures} ELSE false END"
     return whole.where(f"CASE WHEN {CONTROL} IS NOT NULL THEN true ELSE {wrong} END").selectExpr(
         CONTROL, "kafka.partition AS partition", "kafka.offset AS offset"
     )
@@ -118,8 +118,8 @@ def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[st
     place = f"input {item.topic}, shape"
     types = [pa.null() if side in void else arrow_type(frame.schema[side].dataType) for side in ("key", "value")]
     shape = _in_lake_names(place, item.shape, types)
-    where = "true" if shape.where is None else f"({_without(shape.where, void)})"
-    kind = _kind(frame, where, f"{place}.where", item.shape.where)
+    condition = "true" if shape.where is None else f"({_without(shape.where, void)})"
+    kind = _kind(frame, condition, f"{place}.where", item.shape.where)
     if kind not in ("boolean", "void"):
         raise SchemaError(f"{place}.where: {item.shape.where} is {kind}; it must be a condition")
     whole = frame.selectExpr("*", *(f"NULL AS {side}" for side in void))
@@ -137,7 +137,7 @@ def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[st
         _kind(whole, by, place, item.order.by)
         kind = arrow_type(whole.selectExpr(f"{by} AS `it`").schema["it"].dataType)
         order = order_sql(by, kind, f"{place}: {item.order.by}")
-    return void, where, sides, order
+    return void, condition, sides, order
 
 
 def _in_lake_names(place: str, shape: RecordShape, types: Sequence[pa.DataType]) -> RecordShape:
@@ -181,10 +181,10 @@ def write_with_shape(pipeline: Pipeline, reading: RangeReading) -> BatchFiles:
             job = _Job(reading, {})
             continue
         except _FailsOnData as error:
-            failing = _failing(job)
-            if not failing:
+            failures = _shape_failures(job)
+            if not failures:
                 raise SchemaError(f"input {item.topic}: its shape fails: {error} Nothing was committed.") from error
-            job = replace(job, rejections={**job.rejections, **failing})
+            job = replace(job, rejections={**job.rejections, **failures})
             continue
         source = job.reading.source
         wider = [end.read.wider for end in _in_order(reading.parts, ends) if end.read.wider is not None]
@@ -252,7 +252,7 @@ class _Job:
                     raise error
         return ends
 
-    def failing(self) -> list[tuple[int, int]]:
+    def failed_places(self) -> list[tuple[int, int]]:
         """Partition and offset of the records that the shape fails on, in one Spark job that writes nothing.
 
         Returns at most MOST_FAILURES + 1 places, the lowest. A task that stops early reports only the places before its stop.
@@ -279,7 +279,7 @@ class _Job:
     def overflows(self, part: OffsetRange) -> bool:
         """Whether an expression overflows Java's stack on a record of this part. Nothing is written."""
         try:
-            replace(self, reading=replace(self.reading, parts=[part])).failing()
+            replace(self, reading=replace(self.reading, parts=[part])).failed_places()
         except _Overflows:
             return True
         return False
@@ -331,18 +331,18 @@ def resolvable(
     return item, source
 
 
-def _failing(job: _Job) -> dict[tuple[int, int], str]:
+def _shape_failures(job: _Job) -> dict[tuple[int, int], str]:
     """(partition, offset) of every record that the shape fails on, with Spark's error for the first TEXTS records.
 
     SchemaError if there are more than MOST_FAILURES; the error names the first record.
     """
     failures: dict[tuple[int, int], str] = {}
     try:
-        failing = job.failing()
+        places = job.failed_places()
     except _Overflows:
-        return _overflowing(job)
-    texts = TEXTS if len(failing) <= MOST_FAILURES else 1
-    for partition, offset in failing:
+        return _overflow_failures(job)
+    texts = TEXTS if len(places) <= MOST_FAILURES else 1
+    for partition, offset in places:
         words = job.fails(OffsetRange(partition, offset, offset + 1)) if len(failures) < texts else None
         failures[partition, offset] = words or "an expression fails on this record."
     if len(failures) > MOST_FAILURES:
@@ -354,7 +354,7 @@ def _failing(job: _Job) -> dict[tuple[int, int], str]:
     return failures
 
 
-def _overflowing(job: _Job) -> dict[tuple[int, int], str]:
+def _overflow_failures(job: _Job) -> dict[tuple[int, int], str]:
     """(partition, offset) of the records on which the shape overflows Java's stack, with the reason. SchemaError if there are
     more than MOST."""
     overflows: dict[tuple[int, int], str] = {}

@@ -149,8 +149,8 @@ def _decode(
         for index in np.flatnonzero(np.isin(batch.column("offset").to_numpy(), list(rejections))).tolist():
             error = BadPayload(index, rejections[batch.column("offset")[index].as_py()])
             errors.setdefault(index, ("shape", error))
-    good = np.ones(rows, dtype=bool)
-    good[list(errors)] = False
+    is_good = np.ones(rows, dtype=bool)
+    is_good[list(errors)] = False
     times = running_times(batch.column("timestamp"), highest, now)
     kafka = pa.StructArray.from_arrays(
         [
@@ -171,7 +171,7 @@ def _decode(
     arrivals = new_schemas(partition, batch.column("offset"), keys, values)
     if not errors:
         return RecordChunk(records, _no_rows(), last_time, arrivals)
-    return RecordChunk(records.filter(pa.array(good)), _bad_rows(kafka, batch, errors), last_time, arrivals)
+    return RecordChunk(records.filter(pa.array(is_good)), _bad_rows(kafka, batch, errors), last_time, arrivals)
 
 
 def new_schemas(partition: int, offsets: pa.Array, keys: DecodedBatch, values: DecodedBatch) -> tuple[NewSchema, ...]:
@@ -351,12 +351,14 @@ def with_side_notes(schema: pa.Schema, table: pa.Schema | None, notes: Mapping[s
     for side in _SIDES:
         if side in schema.names:
             column = schema.field(side)
-            own = [notes[side]] if side in notes else []
+            side_notes = [notes[side]] if side in notes else []
             if table is not None and side in table.names:
                 column = column.with_metadata(table.field(side).metadata)
-                own.append(connect_note_of(column))
-            if own:
-                schema = schema.set(schema.get_field_index(side), with_connect_note(column, reduce(common_note, own)))
+                side_notes.append(connect_note_of(column))
+            if side_notes:
+                schema = schema.set(
+                    schema.get_field_index(side), with_connect_note(column, reduce(common_note, side_notes))
+                )
     return schema
 
 

@@ -144,9 +144,9 @@ class TopicReader:
         yield _control(end, schema)
 
     def _wider(self, schema: pa.Schema) -> Types | None:
-        own = {"key": self.source.key_type, "value": self.source.value_type}
-        types = {side: schema.field(side).type if side in schema.names else None for side in own}
-        fits = all(kind is None or _holds(own[side], kind) for side, kind in types.items())
+        source_types = {"key": self.source.key_type, "value": self.source.value_type}
+        types = {side: schema.field(side).type if side in schema.names else None for side in source_types}
+        fits = all(kind is None or _has_room(source_types[side], kind) for side, kind in types.items())
         return None if fits else (types["key"], types["value"])
 
 
@@ -175,11 +175,11 @@ def write_part(reader: TopicReader, index: int, uri: str) -> TaskEnd:
     return TaskEnd(end, data.files, first_order=orders.first, last_order=orders.last)
 
 
-def _holds(own: pa.DataType | None, kind: pa.DataType) -> bool:
+def _has_room(column_type: pa.DataType | None, kind: pa.DataType) -> bool:
     """Whether a type has room for the values of another type, and has the same notes of Kafka Connect."""
-    if own is None or own.equals(kind, check_metadata=True):
-        return own is not None
-    return holds(own, kind) and list(type_notes(own)) == list(type_notes(kind))
+    if column_type is None or column_type.equals(kind, check_metadata=True):
+        return column_type is not None
+    return holds(column_type, kind) and list(type_notes(column_type)) == list(type_notes(kind))
 
 
 def with_control(records: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
@@ -243,7 +243,7 @@ class Writer:
             data.write(shaped_batch(kafka.filter(in_shape), rows.filter(in_shape), self.schema))
         if data is None or side is None or orders is None:
             return TaskEnd(read)
-        side.write(gaps.rest())
+        side.write(gaps.last_range())
         data.close()
         side.close()
         dropped = [item for item, _ in side.files]
@@ -267,7 +267,7 @@ class _Gaps:
     """Records that are left out, as ranges. None goes over an offset that is not there: it may lie in quarantine."""
 
     def __init__(self) -> None:
-        self._open: tuple[pa.StructArray, int, int] | None = None
+        self._open_range: tuple[pa.StructArray, int, int] | None = None
 
     def add(self, kafka: pa.StructArray) -> pa.RecordBatch:
         """The ranges that are complete by now."""
@@ -278,20 +278,20 @@ class _Gaps:
         ends = np.concatenate([starts[1:], [len(offsets)]]) - 1
         firsts, lasts = offsets[starts], offsets[ends] + 1
         places = kafka.take(pa.array(starts))
-        if self._open is not None:
-            place, first, end = self._open
+        if self._open_range is not None:
+            place, first, end = self._open_range
             if end == firsts[0]:
                 firsts = np.concatenate([[first], firsts[1:]])
             else:
                 firsts, lasts = np.concatenate([[first], firsts]), np.concatenate([[end], lasts])
                 places = pa.concat_arrays([place, places])
-        self._open = (places.slice(len(places) - 1), int(firsts[-1]), int(lasts[-1]))
+        self._open_range = (places.slice(len(places) - 1), int(firsts[-1]), int(lasts[-1]))
         return dropped_rows(places.slice(0, len(places) - 1), pa.array(firsts[:-1]), pa.array(lasts[:-1]))
 
-    def rest(self) -> pa.RecordBatch:
-        if self._open is None:
+    def last_range(self) -> pa.RecordBatch:
+        if self._open_range is None:
             return _no_ranges()
-        place, first, end = self._open
+        place, first, end = self._open_range
         return dropped_rows(place, pa.array([first]), pa.array([end]))
 
 
