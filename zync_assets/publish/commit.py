@@ -125,10 +125,10 @@ class OutputTopic:
         except CommitConflict:
             # The task of other partitions may have announced the same schemas.
             now = self.publish_states()
-            unknown = [schema for schema in schemas if not now[self.partitions[0]].has_schema(schema)]
-            if _announcements(now) != _announcements(before) or len(unknown) == len(schemas):
+            new_schemas = [schema for schema in schemas if not now[self.partitions[0]].has_schema(schema)]
+            if _announcements(now) != _announcements(before) or len(new_schemas) == len(schemas):
                 raise
-            return self.commit(now, marks, unknown)
+            return self.commit(now, marks, new_schemas)
 
 
 def publish(
@@ -164,53 +164,53 @@ def publish(
     # 4. Compare the records since the last verified offsets with staging, and commit that they are verified. Retention and
     #    compaction may have removed announced records. The offsets of the removed records prove that the records existed.
     lows = {part.partition: part.low for part in topic_state.partitions}
-    unverified: list[OffsetRange] = []
+    compared_parts: list[OffsetRange] = []
     for part in plan.parts:
         low, high = lows.get(part.partition, 0), highs[part.partition]
         if low > part.announced_end:
             raise foreign_record(batch.topic, part.partition, part.announced_end, plan.recreate)
-        unverified.append(OffsetRange(part.partition, max(part.verified_end, min(low, high)), high))
-    unverified = [part for part in unverified if not part.empty]
+        compared_parts.append(OffsetRange(part.partition, max(part.verified_end, min(low, high)), high))
+    compared_parts = [part for part in compared_parts if not part.empty]
     announced_ends = {part.partition: part.announced_end for part in plan.parts}
     publish_states: PublishStates = {part.partition: part.publish_state for part in plan.parts}
     comparisons = 0
-    if unverified:
-        found = run_tasks(batch.spark, len(unverified), partial(_verify, target, unverified, announced_ends))
-        for part, (offset, count) in zip(unverified, found, strict=True):
+    if compared_parts:
+        pairs = run_tasks(batch.spark, len(compared_parts), partial(_verify, target, compared_parts, announced_ends))
+        for part, (offset, count) in zip(compared_parts, pairs, strict=True):
             if offset is not None:
                 raise foreign_record(batch.topic, part.partition, offset, plan.recreate)
             comparisons += count
     # The first commit of a topic has every partition, so that a reader of the lake knows them all.
     new = len(plan.parts) > 1 and any(part.publish_state.verified_end is None for part in plan.parts)
-    if unverified or not plan.clean or new:
+    if compared_parts or not plan.clean or new:
         publish_states = target.commit(publish_states, {partition: (high, high) for partition, high in highs.items()})
         crash_point("publish:verified")
     # 5. Send the rest window by window. A Spark task announces a window of some partitions, and then sends the window. Spark runs
     #    the tasks of other partitions at the same time.
-    rest = [OffsetRange(part.partition, highs[part.partition], part.end) for part in plan.parts]
-    total, sent = _records(rest), 0
-    for parts in task_parts(rest, TASK_RECORDS):
+    ranges = [OffsetRange(part.partition, highs[part.partition], part.end) for part in plan.parts]
+    total, sent_count = _records(ranges), 0
+    for parts in task_parts(ranges, TASK_RECORDS):
         records = _records(parts)
         shares = shared(parts, min(-(-records // WINDOW_RECORDS), slots(batch.spark)))
         announcements = _announcements(publish_states)
-        for announced in run_tasks(batch.spark, len(shares), partial(_send, target, shares, announcements)):
-            announcements |= announced
+        for task_announcements in run_tasks(batch.spark, len(shares), partial(_send, target, shares, announcements)):
+            announcements |= task_announcements
         publish_states = target.publish_states()
         _check_rival(target.topic, publish_states, announcements)
-        sent += records
+        sent_count += records
         if progress is not None:
-            progress(sent, total)
+            progress(sent_count, total)
     # 6. Kafka gave every record its offset: commit that nothing is left to verify.
     marks = {
         part.partition: (part.end, part.end)
-        for part in rest
+        for part in ranges
         if not part.empty or publish_states[part.partition].verified_end is None
     }
     if marks:
         publish_states = target.commit(publish_states, marks)
         crash_point("publish:window-closed")
     compaction.tidy(next(iter(publish_states.values())).table)
-    return PublishCommit(batch.topic, tuple(rest), comparisons, time.monotonic() - start)
+    return PublishCommit(batch.topic, tuple(ranges), comparisons, time.monotonic() - start)
 
 
 def task_parts(ranges: Iterable[OffsetRange], records: int) -> Iterator[list[OffsetRange]]:
@@ -326,11 +326,11 @@ def _verify(
     part = parts[index]
     gaps_until = announced_ends[part.partition] if is_compacted(target.kafka, target.topic) else 0
     # Publish uses no transactions: a record in an open, committed or aborted transaction is foreign.
-    theirs = read_range(target.kafka, target.topic, part.partition, part.first, part.end, uncommitted=True)
+    topic_rows = read_range(target.kafka, target.topic, part.partition, part.first, part.end, uncommitted=True)
     schemas: set[WrittenSchema] = set()
-    ours = encoded_rows(target.outputs, part, schemas)
+    staged_rows = encoded_rows(target.outputs, part, schemas)
     alike = alike_ids(target.outputs, schemas, target.publish_states()[part.partition])
-    return first_difference(ours, theirs, gaps_until=gaps_until, alike=alike)
+    return first_difference(staged_rows, topic_rows, gaps_until=gaps_until, alike=alike)
 
 
 Announcements = Mapping[int, Announcement]
@@ -388,9 +388,9 @@ def _windows_of_parts(
 ) -> Iterator[dict[int, list[pa.RecordBatch]]]:
     """A window of each partition at a time; together they have the records and bytes of one window."""
     records, size = target.window_records // len(parts), target.window_bytes // len(parts)
-    each = [windows(encoded_rows(target.outputs, part, schemas), max(1, records), max(1, size)) for part in parts]
-    for found in zip_longest(*each):
-        yield {part.partition: window for part, window in zip(parts, found, strict=True) if window is not None}
+    iterators = [windows(encoded_rows(target.outputs, part, schemas), max(1, records), max(1, size)) for part in parts]
+    for next_windows in zip_longest(*iterators):
+        yield {part.partition: window for part, window in zip(parts, next_windows, strict=True) if window is not None}
 
 
 def _check_rival(topic: str, publish_states: PublishStates, announcements: Announcements) -> None:
@@ -435,8 +435,8 @@ def windows(batches: Iterable[pa.RecordBatch], records: int, size: int) -> Itera
 
 @contextmanager
 def prefetch(items: Iterator[T]) -> Generator[Iterator[T]]:
-    """``with ahead(items) as results``: the first item is made at once by a thread, each other one while the one before it is
-    used, and none earlier."""
+    """``with prefetch(items) as results``: a thread makes the first item at once, and each later item while the caller uses the
+    item before it, but never earlier."""
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(next, items, None)
 

@@ -183,10 +183,10 @@ def alike_ids(outputs: StagedTopic, schemas: Collection[WrittenSchema], publish_
     """
 
     @cache
-    def alike(side: str, own: int, other: int) -> bool:
-        texts = [item.schema for item in schemas if (item.side, item.id) == (side, own)]
+    def alike(side: str, staged_id: int, topic_id: int) -> bool:
+        texts = [item.schema for item in schemas if (item.side, item.id) == (side, staged_id)]
         return any(
-            publish_state.has_schema(WrittenSchema(side, other, text)) or _has(outputs.registry, other, text)
+            publish_state.has_schema(WrittenSchema(side, topic_id, text)) or _has(outputs.registry, topic_id, text)
             for text in texts
         )
 
@@ -202,26 +202,26 @@ def _has(registry: Registry | None, id: int, schema: str) -> bool:
         return False
 
 
-def is_same(mine: Row | None, other: Row | None, alike: AlikeIds) -> bool:
+def is_same(row: Row | None, other_row: Row | None, alike: AlikeIds) -> bool:
     """Whether two records (the fields of ENCODED_SCHEMA) are the same but for ids of one schema."""
-    if mine is None or other is None or mine == other:
-        return mine == other
-    sides = zip(("key", "value"), mine[1:3], other[1:3], strict=True)
-    return (mine[0], mine[3]) == (other[0], other[3]) and all(_is_same_side(*side, alike) for side in sides)
+    if row is None or other_row is None or row == other_row:
+        return row == other_row
+    sides = zip(("key", "value"), row[1:3], other_row[1:3], strict=True)
+    return (row[0], row[3]) == (other_row[0], other_row[3]) and all(_is_same_side(*side, alike) for side in sides)
 
 
-def _is_same_side(side: str, mine: bytes | None, other: bytes | None, alike: AlikeIds) -> bool:
-    if mine is None or other is None or mine == other:
-        return mine == other
-    if min(len(mine), len(other)) < HEADER or mine[HEADER:] != other[HEADER:]:
+def _is_same_side(side: str, payload: bytes | None, other_payload: bytes | None, alike: AlikeIds) -> bool:
+    if payload is None or other_payload is None or payload == other_payload:
+        return payload == other_payload
+    if min(len(payload), len(other_payload)) < HEADER or payload[HEADER:] != other_payload[HEADER:]:
         return False
-    has_frame = mine[:1] == other[:1] == b"\0"
-    return has_frame and alike(side, int.from_bytes(mine[1:HEADER]), int.from_bytes(other[1:HEADER]))
+    has_frame = payload[:1] == other_payload[:1] == b"\0"
+    return has_frame and alike(side, int.from_bytes(payload[1:HEADER]), int.from_bytes(other_payload[1:HEADER]))
 
 
 def first_difference(
-    ours: Iterator[pa.RecordBatch],
-    theirs: Iterator[pa.RecordBatch],
+    staged_batches: Iterator[pa.RecordBatch],
+    topic_batches: Iterator[pa.RecordBatch],
     *,
     gaps_until: int = 0,
     alike: AlikeIds = lambda *_: False,
@@ -231,15 +231,15 @@ def first_difference(
 
     ``gaps_until``: below this offset Kafka may lack records, of which it keeps a key's last; ``alike``: see ``alike_ids``.
     """
-    own_rows, equal = _single_rows(ours), 0
-    for other in _single_rows(theirs):
-        mine = next(own_rows, None)
-        while mine is not None and mine[0] < min(other[0], gaps_until):
-            mine = next(own_rows, None)
-        if not is_same(mine, other, alike):
-            return min(row[0] for row in (mine, other) if row is not None), equal
+    staged_rows, equal = _single_rows(staged_batches), 0
+    for topic_row in _single_rows(topic_batches):
+        staged_row = next(staged_rows, None)
+        while staged_row is not None and staged_row[0] < min(topic_row[0], gaps_until):
+            staged_row = next(staged_rows, None)
+        if not is_same(staged_row, topic_row, alike):
+            return min(row[0] for row in (staged_row, topic_row) if row is not None), equal
         equal += 1
-    surplus = next((row for row in own_rows if row[0] >= gaps_until), None)
+    surplus = next((row for row in staged_rows if row[0] >= gaps_until), None)
     return (None if surplus is None else surplus[0]), equal
 
 
@@ -248,12 +248,12 @@ def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[Row]:
         yield from zip(*(batch.column(name).to_pylist() for name in ENCODED_SCHEMA.names), strict=True)
 
 
-def header_differences(mine: pa.Array | pa.ChunkedArray, other: pa.Array | pa.ChunkedArray) -> np.ndarray:
+def header_differences(headers: pa.Array | pa.ChunkedArray, other_headers: pa.Array | pa.ChunkedArray) -> np.ndarray:
     """A mask of the rows in which two columns of headers differ. No headers equal an empty list."""
-    if mine.null_count == len(mine) and other.null_count == len(other):
-        return np.zeros(len(mine), bool)
-    pairs = zip(mine.to_pylist(), other.to_pylist(), strict=True)
-    return np.fromiter(((left or None) != (right or None) for left, right in pairs), bool, len(mine))
+    if headers.null_count == len(headers) and other_headers.null_count == len(other_headers):
+        return np.zeros(len(headers), bool)
+    pairs = zip(headers.to_pylist(), other_headers.to_pylist(), strict=True)
+    return np.fromiter(((left or None) != (right or None) for left, right in pairs), bool, len(headers))
 
 
 def row_schema(topic: str, text: str) -> RowSchema:
@@ -340,9 +340,9 @@ def _file_rows(uri: str, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     system, path = storage.filesystem(uri)
     try:
         source = pq.ParquetFile(path, filesystem=system)
-        own = source.schema_arrow.names
+        file_columns = source.schema_arrow.names
         yield from storage.read_batches(
-            source, BATCH_RECORDS, ["kafka.offset", *(name for name in names if name in own)]
+            source, BATCH_RECORDS, ["kafka.offset", *(name for name in names if name in file_columns)]
         )
     except pa.ArrowInvalid as error:
         raise LakeError(f"file {uri} can't be read: {stores.first_line(error)}. Restore it from a copy.") from None
@@ -355,8 +355,8 @@ def payloads(topic: str, rows: pa.RecordBatch, schema_of: Callable[[str], RowSch
     order: list[np.ndarray] = []
     for group in pc.unique(groups).to_pylist():
         places = pc.indices_nonzero(pc.equal(groups, group))
-        own = rows if len(places) == rows.num_rows else rows.take(places)
-        parts.append(_payloads(topic, schema_of(group), own))
+        group_rows = rows if len(places) == rows.num_rows else rows.take(places)
+        parts.append(_payloads(topic, schema_of(group), group_rows))
         order.append(places.to_numpy())
     if len(parts) == 1:
         return parts[0]
@@ -379,13 +379,13 @@ def _with_nulls(topic: str, rows: pa.RecordBatch, groups: pa.Array, schema_of: C
 
 
 def _payloads(topic: str, schema: RowSchema, rows: pa.RecordBatch) -> Payloads:
-    own = rows.column(staging.HEADERS_COLUMN) if staging.HEADERS_COLUMN in rows.schema.names else None
+    headers = rows.column(staging.HEADERS_COLUMN) if staging.HEADERS_COLUMN in rows.schema.names else None
     source = rows.column("source") if schema.provenance else None
     keys = _encode_side(schema.key, rows, staging.key_column(topic))
     values = _encode_side(schema.value, rows, staging.value_column(topic))
-    errors = {bad.index: f"its value can't be encoded: {bad.error}" for bad in values.bad}
-    errors |= {bad.index: f"its key can't be encoded: {bad.error}" for bad in keys.bad}
-    return Payloads(keys.payloads, values.payloads, sent_headers(own, source, rows.num_rows), errors)
+    errors = {failure.index: f"its value can't be encoded: {failure.error}" for failure in values.bad}
+    errors |= {failure.index: f"its key can't be encoded: {failure.error}" for failure in keys.bad}
+    return Payloads(keys.payloads, values.payloads, sent_headers(headers, source, rows.num_rows), errors)
 
 
 def _encode_side(side: SideSchema, rows: pa.RecordBatch, column: str) -> EncodedBatch:

@@ -17,16 +17,16 @@ MOST_SOURCES = 1000
 _ENTRY = HEADERS_TYPE.value_type
 
 
-def sent_headers(own: pa.Array | None, source: pa.Array | None, count: int) -> pa.Array:
+def sent_headers(headers: pa.Array | None, source: pa.Array | None, count: int) -> pa.Array:
     """One array of HEADERS_TYPE, null where a row has no header.
 
-    ``own``: the staging table's column; ``source``: the raw records (structs of topic, partition, offset) where each is
+    ``headers``: the staging table's column; ``source``: the raw records (structs of topic, partition, offset) where each is
     to be a header: JSON, ``{"topic":"shop.orders","partition":0,"offset":7}``. A row of more raw records than MOST_SOURCES has
     the last of them, and before them a header with the number of the others, ``{"more":9000}``.
     """
     parts: list[tuple[np.ndarray, pa.Array]] = []
-    if own is not None and own.null_count < count:
-        parts.append((_lengths(own), own.flatten().cast(_ENTRY)))
+    if headers is not None and headers.null_count < count:
+        parts.append((_lengths(headers), headers.flatten().cast(_ENTRY)))
     if source is not None:
         parts.append(_source_entries(source))
     if not parts:

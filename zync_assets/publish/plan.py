@@ -176,11 +176,13 @@ def read_output_ends(pipeline: Pipeline, topics: Sequence[str], patience: float 
     snapshot = Snapshot(pipeline)
     for topic in topics:
         snapshot.publish_state(pipeline.output(topic).pool, topic)
-    found = survey(pipeline.kafka, topics, patience=PATIENCE if patience is None else patience)
-    whole = {topic: state for topic, state in found.states.items() if not state.away}
-    highs = known_watermarks(pipeline.kafka, {topic: partition_numbers(state) for topic, state in whole.items()})
-    absent = {topic: {} for topic in topics if topic not in found.states and topic not in found.problems}
-    return OutputEnds(snapshot, whole, {**highs, **absent}, found.errors)
+    topic_survey = survey(pipeline.kafka, topics, patience=PATIENCE if patience is None else patience)
+    whole_states = {topic: state for topic, state in topic_survey.states.items() if not state.away}
+    highs = known_watermarks(pipeline.kafka, {topic: partition_numbers(state) for topic, state in whole_states.items()})
+    absent_highs = {
+        topic: {} for topic in topics if topic not in topic_survey.states and topic not in topic_survey.problems
+    }
+    return OutputEnds(snapshot, whole_states, {**highs, **absent_highs}, topic_survey.errors)
 
 
 def plan_publish(pipeline: Pipeline, topic: str, ends: OutputEnds | None = None) -> PublishPlan:
@@ -188,12 +190,12 @@ def plan_publish(pipeline: Pipeline, topic: str, ends: OutputEnds | None = None)
 
     Raises TopicMissing, TopicRecreated, PartitionsChanged or ForeignRecord if the topic's state shows it.
     """
-    item, known = pipeline.output(topic), ends if ends is not None and topic in ends.highs else None
-    snapshot = known.snapshot if known else Snapshot(pipeline)
+    item, known_ends = pipeline.output(topic), ends if ends is not None and topic in ends.highs else None
+    snapshot = known_ends.snapshot if known_ends else Snapshot(pipeline)
     # Each before the one that it is made from: another publisher may be at work, and must not look like damage.
-    publish_state, verified = snapshot.publish_state(item.pool, topic), snapshot.verified_parts(item.pool, topic)
-    if known is not None:
-        topic_state, highs = known.states.get(topic), known.highs[topic]
+    publish_state, verified_ends = snapshot.publish_state(item.pool, topic), snapshot.verified_parts(item.pool, topic)
+    if known_ends is not None:
+        topic_state, highs = known_ends.states.get(topic), known_ends.highs[topic]
     else:
         topic_state = topic_states(pipeline.kafka, [topic]).get(topic)
         highs = high_watermarks(pipeline.kafka, topic, partition_numbers(topic_state)) if topic_state else {}
@@ -201,7 +203,7 @@ def plan_publish(pipeline: Pipeline, topic: str, ends: OutputEnds | None = None)
     positions = state.head.positions(topic) if state else {}
     recreate = pipeline.command("to-kafka", "--recreate", topic)
     staged_ends = state.head.output_ends(topic) if state else {}
-    loss = rollback_error(item.pool, topic, verified, staged_ends, recreate)
+    loss = rollback_error(item.pool, topic, verified_ends, staged_ends, recreate)
     if loss is not None:
         raise loss
     if state is None:
@@ -243,13 +245,13 @@ def small_outputs(
     """
     ends = read_output_ends(pipeline, topics, patience)
     batches: dict[str, OutputBatch] = {}
-    rest, troubles = list[str](), list[ZyncError]()
+    other_topics, troubles = list[str](), list[ZyncError]()
     for topic in topics:
         if patience is not None and topic in ends.errors:
             troubles.append(ends.errors[topic])
             continue
         if topic not in ends.highs:
-            rest.append(topic)
+            other_topics.append(topic)
             continue
         try:
             plan = plan_publish(pipeline, topic, ends)
@@ -259,15 +261,15 @@ def small_outputs(
                 refuse_unsound(ends.snapshot, topic)
                 batches[topic] = read_staging(session, pipeline, plan)
             else:
-                rest.append(topic)
+                other_topics.append(topic)
         except EVERYWHERE:
             raise
         except CheckFailed:
             # Each topic looks at a failed check again, which is no work for many threads.
-            rest.append(topic)
+            other_topics.append(topic)
         except ZyncError as error:
             troubles.append(error)
-    return (batches, rest, troubles) if len(batches) >= MANY else ({}, [*batches, *rest], troubles)
+    return (batches, other_topics, troubles) if len(batches) >= MANY else ({}, [*batches, *other_topics], troubles)
 
 
 def partition_numbers(state: TopicState) -> list[int]:
@@ -298,14 +300,14 @@ def partitions_error(
     positions: Mapping[int, OutputPosition], topic_state: TopicState, recreate: str
 ) -> PartitionsChanged | None:
     """The error for a topic that has other partitions than its outputs were numbered for."""
-    count, numbered = len(partition_numbers(topic_state)), len(positions)
-    if count == numbered or positions[0].partitions != numbered:
+    count, numbered_count = len(partition_numbers(topic_state)), len(positions)
+    if count == numbered_count or positions[0].partitions != numbered_count:
         return None
     return PartitionsChanged(
-        f"topic {topic_state.topic} has {count_text(count, 'partition')}, and its outputs are numbered for {numbered}: with other"
-        " partitions, later records of a key would not follow its earlier ones. Nothing was published."
+        f"topic {topic_state.topic} has {count_text(count, 'partition')}, and its outputs are numbered for {numbered_count}:"
+        " with other partitions, later records of a key would not follow its earlier ones. Nothing was published."
         f" For {count_text(count, 'partition')}, give the output another topic and another staging pool."
-        f" To publish all of staging to a new topic with {count_text(numbered, 'partition')}: {recreate}"
+        f" To publish all of staging to a new topic with {count_text(numbered_count, 'partition')}: {recreate}"
     )
 
 

@@ -99,12 +99,12 @@ def _open_objects(source: str, since: int | None, until: int | None) -> Archive:
     in_store = storage.is_store(root)
     root = LakeUri(root, stores.with_environment(root, {}, os.environ)) if in_store else str(Path(root).absolute())
     is_whole = objects.refuse_losses(root, topic, since, until)
-    found = archive.list_objects(root, topic)
-    if not found:
+    items = archive.list_objects(root, topic)
+    if not items:
         raise LakeError(f"--from {source}: there is no object of {topic} in {root}. Correct the URL.")
-    if any(item.time == archive.UNTIMED for item in found):
+    if any(item.time == archive.UNTIMED for item in items):
         raise LakeError(f"--from {source}: only objects of raw tables are restored, and these are of a staging pool.")
-    for before, item in pairwise(found):
+    for before, item in pairwise(items):
         if item.partition == before.partition and item.first <= before.last:
             raise LakeError(
                 f"archive {root}: {before.path} and {item.path} both hold offset {item.first}. Wait for a sink that is at work,"
@@ -113,11 +113,11 @@ def _open_objects(source: str, since: int | None, until: int | None) -> Archive:
     return Archive(
         f"files:{root}/{topic}",
         topic,
-        tuple(sorted({item.partition for item in found})),
+        tuple(sorted({item.partition for item in items})),
         lambda partition: chain.from_iterable(
-            _object_batches(root, item) for item in found if item.partition == partition
+            _object_batches(root, item) for item in items if item.partition == partition
         ),
-        "" if is_whole else objects.gap_note(root, objects.within(found, since, until)),
+        "" if is_whole else objects.gap_note(root, objects.within(items, since, until)),
     )
 
 
@@ -129,9 +129,9 @@ def _object_batches(root: str, item: archive.ArchiveObject) -> Iterator[tuple[pa
 
 def _raw_batches(state: raw.RawState, partition: int) -> Iterator[pa.RecordBatch]:
     """The records of a raw table's partition by offset. What replays brought lies between the others."""
-    own = [item for item in raw.raw_files(state) if item.partition == partition]
-    plain = chain.from_iterable(_file_batches(state, item.path) for item in own if not raw.is_replay(item))
-    replays = [_file_batches(state, item.path) for item in own if raw.is_replay(item)]
+    files = [item for item in raw.raw_files(state) if item.partition == partition]
+    plain = chain.from_iterable(_file_batches(state, item.path) for item in files if not raw.is_replay(item))
+    replays = [_file_batches(state, item.path) for item in files if raw.is_replay(item)]
     if not replays:
         yield from plain
         return
@@ -167,25 +167,25 @@ def restore(
     LakeError: the archive lost an object. KafkaError: the topic has other records. ForeignRecord, DataLoss: the topic changed in
     the meantime. SchemaError: a record can't be encoded.
     """
-    found = open_archive(pipeline, source, since, until)
-    if found.note:
-        say(found.note)
+    source_archive = open_archive(pipeline, source, since, until)
+    if source_archive.note:
+        say(source_archive.note)
     states = topic_states(pipeline.kafka, [topic])
-    count = max(found.partitions, default=0) + 1
+    count = max(source_archive.partitions, default=0) + 1
     state = states.get(topic) or create_topic(pipeline.kafka, topic, count, -1, CONFIG)
     refuse_broker_times(pipeline.kafka, topic)
     if len(state.partitions) < count:
         raise KafkaError(
             f"topic {topic} has {len(state.partitions)} partitions, and {source} has {count}. Add partitions."
         )
-    digest = blake2b("\0".join((found.name, str(since), str(until))).encode(), digest_size=6).hexdigest()
-    encode, encode_lines = _encoders(pipeline, found.topic)
-    for partition in found.partitions:
+    digest = blake2b("\0".join((source_archive.name, str(since), str(until))).encode(), digest_size=6).hexdigest()
+    encode, encode_lines = _encoders(pipeline, source_archive.topic)
+    for partition in source_archive.partitions:
         place = _Place(pipeline, f"~restore-{digest}", topic, state.topic_id, partition)
         yield place.restore(
             lambda partition=partition: chain.from_iterable(
                 _records(batch, since, until, encode_lines if as_json else encode)
-                for batch, as_json in found.open(partition)
+                for batch, as_json in source_archive.open(partition)
             )
         )
 
@@ -211,33 +211,33 @@ class _Place:
                 )
             state = self._commit(state, 0, 0)
         # 2. After an unclean stop, a crashed producer's records can still surface. Compare what there is.
-        verified = state.verified_end or 0
-        if state.window != verified:
+        verified_end = state.verified_end or 0
+        if state.window != verified_end:
             high = self._stable_high(state.window or 0, high)
-        if high < verified:
+        if high < verified_end:
             raise DataLoss(
-                f"{self} ends at offset {high}, and held {verified}: it lost records. Restore into a new topic."
+                f"{self} ends at offset {high}, and held {verified_end}: it lost records. Restore into a new topic."
             )
-        if high > verified or state.window != verified:
-            self._compare(islice(records(), verified, None), verified, high)
+        if high > verified_end or state.window != verified_end:
+            self._compare(islice(records(), verified_end, None), verified_end, high)
             state = self._commit(state, high, high)
         # 3. Send the rest window by window. The last record that was sent shows whether the archive still has as many records
         #    before the rest: a replay adds records, and retention removes some.
-        sent, rest = 0, records()
+        sent_count, record_iterator = 0, records()
         if high:
-            last = list(islice(rest, high - 1, high))
+            last = list(islice(record_iterator, high - 1, high))
             self._compare(iter(last), max(high - 1, min(self._low(), high)), high)
         with TimedWriter(self.pipeline.kafka, self.topic, self.partition, high) as writer:
-            for window in _windows(rest):
+            for window in _windows(record_iterator):
                 writer.check_sizes(window)
                 state = self._commit(state, writer.sent + len(window), writer.confirmed)
                 crash_point("restore:announced")
                 writer.write(window)
                 crash_point("restore:sent")
-                sent += len(window)
-            if sent:
+                sent_count += len(window)
+            if sent_count:
                 self._commit(state, writer.confirmed, writer.confirmed)
-        return Restored(self.topic, self.partition, high, sent)
+        return Restored(self.topic, self.partition, high, sent_count)
 
     def __str__(self) -> str:
         return f"{self.topic}/{self.partition}"
@@ -250,9 +250,9 @@ class _Place:
         parts = topic_states(self.pipeline.kafka, [self.topic])[self.topic].partitions
         return next((part.low for part in parts if part.partition == self.partition), 0)
 
-    def _commit(self, state: PublishState, window: int, verified: int) -> PublishState:
+    def _commit(self, state: PublishState, window: int, verified_end: int) -> PublishState:
         return commit_publish_state(
-            self.pipeline.lake, self.pool, state, window=window, verified_end=verified, topic_id=self.topic_id
+            self.pipeline.lake, self.pool, state, window=window, verified_end=verified_end, topic_id=self.topic_id
         )
 
     def _stable_high(self, window: int, high: int) -> int:
@@ -264,25 +264,26 @@ class _Place:
                 high, last_move = new_high, time.monotonic()
         return high
 
-    def _compare(self, ours: Iterator[TimedRecord], first: int, end: int) -> None:
-        upcoming = first
+    def _compare(self, archive_records: Iterator[TimedRecord], first: int, end: int) -> None:
+        next_offset = first
         for batch in read_range(self.pipeline.kafka, self.topic, self.partition, first, end, uncommitted=True):
             for row in batch.to_pylist():
-                mine = next(ours, None)
-                if mine is None or row["offset"] != upcoming or not _is_same(mine, row):
+                record = next(archive_records, None)
+                if record is None or row["offset"] != next_offset or not _is_same(record, row):
                     raise ForeignRecord(
-                        f"{self} holds another record at offset {upcoming} than the archive. Another producer wrote to"
+                        f"{self} holds another record at offset {next_offset} than the archive. Another producer wrote to"
                         f" {self.topic}, or the archive changed. Restore into a new topic."
                     )
-                upcoming += 1
-        if upcoming != end:
-            raise ForeignRecord(f"{self} lacks a record at offset {upcoming}. Restore into a new topic.")
+                next_offset += 1
+        if next_offset != end:
+            raise ForeignRecord(f"{self} lacks a record at offset {next_offset}. Restore into a new topic.")
 
 
-def _is_same(mine: TimedRecord, other: Mapping[str, Any]) -> bool:
-    headers = tuple((item["key"], item["value"]) for item in other["headers"] or ())
-    times = (None, other["timestamp"])
-    return (mine.key, mine.value, mine.headers) == (other["key"], other["value"], headers) and mine.timestamp in times
+def _is_same(record: TimedRecord, row: Mapping[str, Any]) -> bool:
+    headers = tuple((item["key"], item["value"]) for item in row["headers"] or ())
+    times = (None, row["timestamp"])
+    content = row["key"], row["value"], headers
+    return (record.key, record.value, record.headers) == content and record.timestamp in times
 
 
 def _records(batch: pa.RecordBatch, since: int | None, until: int | None, encode: Encode) -> Iterator[TimedRecord]:
@@ -315,8 +316,8 @@ def _payloads(part: pa.RecordBatch, side: str, encode: Encode) -> list[bytes | N
     for schema_id in pc.unique(ids).to_pylist():
         mask = pc.is_null(ids) if schema_id is None else pc.equal(ids, schema_id)
         places = pc.indices_nonzero(pc.fill_null(mask, False))
-        made = encode(side, values.take(places), schema_id).to_pylist()
-        for place, payload in zip(places.to_pylist(), made, strict=True):
+        group_values = encode(side, values.take(places), schema_id).to_pylist()
+        for place, payload in zip(places.to_pylist(), group_values, strict=True):
             payloads[place] = payload
     return payloads
 
@@ -394,24 +395,24 @@ def _is_bytes(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"base64"}
 
 
-def _with_fields(values: pa.Array, wanted: pa.DataType, where: str) -> pa.Array:
+def _with_fields(values: pa.Array, target: pa.DataType, label: str) -> pa.Array:
     """The values, under the names of the lake or of the topic: those that a schema has. SchemaError if a field is missing: an
     encoder would write a null."""
     for kind in (values.type, topic_type_of(values.type)):
-        if _has_fields(kind, wanted):
+        if _has_fields(kind, target):
             return with_type(values, kind)
-    raise SchemaError(_MISSING.format(where=where, field="a field"))
+    raise SchemaError(_MISSING.format(where=label, field="a field"))
 
 
-def _has_fields(kind: pa.DataType, wanted: pa.DataType) -> bool:
+def _has_fields(kind: pa.DataType, target: pa.DataType) -> bool:
     kinds = pa.types
-    if kinds.is_struct(wanted):
-        own = {item.name: item.type for item in kind} if kinds.is_struct(kind) else {}
-        return all(item.name in own and _has_fields(own[item.name], item.type) for item in wanted)
-    if kinds.is_list(wanted):
-        return kinds.is_list(kind) and _has_fields(kind.value_type, wanted.value_type)
-    if kinds.is_map(wanted):
-        return kinds.is_map(kind) and _has_fields(kind.item_type, wanted.item_type)
+    if kinds.is_struct(target):
+        field_types = {item.name: item.type for item in kind} if kinds.is_struct(kind) else {}
+        return all(item.name in field_types and _has_fields(field_types[item.name], item.type) for item in target)
+    if kinds.is_list(target):
+        return kinds.is_list(kind) and _has_fields(kind.value_type, target.value_type)
+    if kinds.is_map(target):
+        return kinds.is_map(kind) and _has_fields(kind.item_type, target.item_type)
     return True
 
 
