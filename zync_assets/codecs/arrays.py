@@ -60,7 +60,7 @@ def _possible() -> bool:
         import numba
 
         try:
-            numba.njit(cache=True)(_nothing)
+            numba.njit(cache=True)(_no_operation)
         except RuntimeError as error:
             problem = f"{error}; {_CURE}"
     if problem is not None:
@@ -70,8 +70,8 @@ def _possible() -> bool:
 
 def obstacle() -> str | None:
     """Why numba can keep no compiled code, and the cure; None if it can. Loads nothing."""
-    own = os.environ.get("NUMBA_CACHE_DIR")
-    folders = [Path(own)] if own else [Path(__file__).parent, Path.home() / ".cache"]
+    cache_folder = os.environ.get("NUMBA_CACHE_DIR")
+    folders = [Path(cache_folder)] if cache_folder else [Path(__file__).parent, Path.home() / ".cache"]
     if any(_nearest_folder(folder).is_dir() and os.access(_nearest_folder(folder), os.W_OK) for folder in folders):
         return None
     return f"numba can write its compiled code to none of {', '.join(map(str, folders))}; {_CURE}"
@@ -82,7 +82,7 @@ def _nearest_folder(folder: Path) -> Path:
     return next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
 
 
-def _nothing() -> None: ...
+def _no_operation() -> None: ...
 
 
 Mask = npt.NDArray[np.bool_]
@@ -184,12 +184,12 @@ def base64_bytes(array: pa.Array, valid: Mask | None, *, empty_is_odd: bool = Fa
     characters is odd, too.
     """
     count = len(array)
-    present = np.ones(count, np.bool_) if valid is None else valid
+    has_value = np.ones(count, np.bool_) if valid is None else valid
     lengths = pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-    odd = present & ((lengths % 4 != 0) | ((lengths == 0) & empty_is_odd))
+    odd = has_value & ((lengths % 4 != 0) | ((lengths == 0) & empty_is_odd))
     lengths[odd] = 0
     # A truncated text would shift the texts after it. It is read as empty.
-    texts = pc.if_else(pa.array(present & ~odd), array, "").cast(pa.binary())
+    texts = pc.if_else(pa.array(has_value & ~odd), array, "").cast(pa.binary())
     letters = np.frombuffer(texts.buffers()[2] or b"", np.uint8)[: lengths.sum()]
     ends = np.cumsum(lengths)
     padding = np.zeros(count, np.int64)
@@ -201,16 +201,16 @@ def base64_bytes(array: pa.Array, valid: Mask | None, *, empty_is_odd: bool = Fa
     sextets[padding_places] = 0
     is_unknown = sextets == _UNKNOWN
     if is_unknown.any():
-        unknown = np.concatenate([[0], np.cumsum(is_unknown)])
-        odd |= unknown[ends] > unknown[ends - lengths]
+        unknown_counts = np.concatenate([[0], np.cumsum(is_unknown)])
+        odd |= unknown_counts[ends] > unknown_counts[ends - lengths]
     quads = sextets.reshape(-1, 4).astype(np.uint32)
-    whole = (quads[:, 0] << 18) | (quads[:, 1] << 12) | (quads[:, 2] << 6) | quads[:, 3]
-    data = np.column_stack([whole >> 16, (whole >> 8) & 255, whole & 255]).astype(np.uint8).ravel()
+    triples = (quads[:, 0] << 18) | (quads[:, 1] << 12) | (quads[:, 2] << 6) | quads[:, 3]
+    data = np.column_stack([triples >> 16, (triples >> 8) & 255, triples & 255]).astype(np.uint8).ravel()
     mask = np.ones(len(data), np.bool_)
     mask[np.concatenate([(ends // 4 * 3)[padding >= place] - place for place in (1, 2)])] = False
     offsets = np.zeros(count + 1, np.int32)
     np.cumsum(lengths // 4 * 3 - padding, out=offsets[1:])
-    buffers = [validity_buffer(present & ~odd), pa.py_buffer(offsets), pa.py_buffer(data[mask])]
+    buffers = [validity_buffer(has_value & ~odd), pa.py_buffer(offsets), pa.py_buffer(data[mask])]
     return pa.Array.from_buffers(pa.binary(), count, buffers), odd
 
 
@@ -218,24 +218,24 @@ def isolate(
     array: pa.Array, convert: Callable[[pa.Array], pa.Array], errors: type[Exception] | tuple[type[Exception], ...]
 ) -> tuple[pa.Array, dict[int, str]]:
     """``convert(array)``, value by value where it fails: null at those it fails for, with the error by index."""
-    bad: dict[int, str] = {}
+    error_by_index: dict[int, str] = {}
 
-    def part(first: int, count: int) -> list[pa.Array]:
-        piece = array if count == len(array) else pick(array, np.arange(first, first + count))
+    def convert_range(first: int, count: int) -> list[pa.Array]:
+        values = array if count == len(array) else pick(array, np.arange(first, first + count))
         try:
-            return [convert(piece)]
+            return [convert(values)]
         except errors as error:
             if count == 1:
-                bad[first] = str(error)
+                error_by_index[first] = str(error)
                 return [convert(pa.nulls(1, array.type))]
         size = -(-count // _PARTS)
         ends = range(first, first + count, size)
-        return [chunk for at in ends for chunk in part(at, min(size, first + count - at))]
+        return [chunk for at in ends for chunk in convert_range(at, min(size, first + count - at))]
 
     if len(array) == 0:
-        return convert(array), bad
-    parts = part(0, len(array))
-    return (parts[0] if len(parts) == 1 else pa.concat_arrays(parts)), bad
+        return convert(array), error_by_index
+    parts = convert_range(0, len(array))
+    return (parts[0] if len(parts) == 1 else pa.concat_arrays(parts)), error_by_index
 
 
 def python_rows(rows: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:

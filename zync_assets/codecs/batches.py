@@ -84,7 +84,7 @@ class Group:
 def assemble(type: pa.DataType, groups: list[Group], count: int, errors: dict[int, str]) -> pa.Array:
     """The groups' values at their places, as the column's type; those that don't fit it are null and in ``errors``."""
     parts: list[pa.Array] = []
-    place = np.full(count, -1, dtype=np.int64)
+    value_indices = np.full(count, -1, dtype=np.int64)
     total = 0
     for group in groups:
         if pa.types.is_null(type):
@@ -92,15 +92,17 @@ def assemble(type: pa.DataType, groups: list[Group], count: int, errors: dict[in
         values, misfits = isolate(group.values, lambda part: conform(part, type), ValueError)
         for index, error in misfits.items():
             errors[int(group.rows[index])] = f"does not fit the lake's column: {error}"
-        place[group.rows] = np.arange(total, total + len(values))
-        place[[int(group.rows[index]) for index in misfits]] = -1
+        value_indices[group.rows] = np.arange(total, total + len(values))
+        value_indices[[int(group.rows[index]) for index in misfits]] = -1
         parts.append(values)
         total += len(values)
     if not parts:
         return pa.nulls(count, type)
-    if len(parts) == 1 and total == count and bool((place == np.arange(count)).all()):
+    if len(parts) == 1 and total == count and bool((value_indices == np.arange(count)).all()):
         return parts[0]
-    indices = pa.Array.from_buffers(pa.int64(), count, [validity_buffer(place >= 0), pa.py_buffer(place)])
+    indices = pa.Array.from_buffers(
+        pa.int64(), count, [validity_buffer(value_indices >= 0), pa.py_buffer(value_indices)]
+    )
     return pa.concat_arrays(parts).take(indices)
 
 

@@ -81,14 +81,14 @@ class _PlainDecoder:
     read: Callable[[pa.Array], tuple[pa.Array, dict[int, str]]]
 
     def decode(self, payloads: pa.Array) -> DecodedBatch:
-        values, bad = self.read(payloads)
+        values, errors = self.read(payloads)
         values, misfits = isolate(values, lambda part: conform(part, self.type), ValueError)
-        return DecodedBatch(values, pa.nulls(len(payloads), pa.int32()), bad_records({**misfits, **bad}))
+        return DecodedBatch(values, pa.nulls(len(payloads), pa.int32()), bad_records({**misfits, **errors}))
 
 
 def _text(payloads: pa.Array) -> tuple[pa.Array, dict[int, str]]:
-    values, bad = isolate(payloads, lambda part: part.cast(pa.string()), ValueError)
-    return values, dict.fromkeys(bad, "not UTF-8")
+    values, errors = isolate(payloads, lambda part: part.cast(pa.string()), ValueError)
+    return values, dict.fromkeys(errors, "not UTF-8")
 
 
 class Encoder(Protocol):
@@ -146,8 +146,8 @@ class _AvroEncoder:
         type = lake_type(self.node)
         check_writable(values.type, type)
         write = self._columns if self.native and is_native(self.node) else self._rows
-        payloads, bad = isolate(values, lambda part: write(from_lake(self.node, conform(part, type))), ValueError)
-        return EncodedBatch(payloads, bad_records(bad))
+        payloads, errors = isolate(values, lambda part: write(from_lake(self.node, conform(part, type))), ValueError)
+        return EncodedBatch(payloads, bad_records(errors))
 
     def _columns(self, plain: pa.Array) -> pa.Array:
         return encode_columns(self.node, plain, self.prefix)
@@ -165,8 +165,8 @@ class _PlainEncoder:
     overhead: int = 0
 
     def encode(self, values: pa.Array) -> EncodedBatch:
-        payloads, bad = isolate(values, self.write, ValueError)
-        return EncodedBatch(payloads, bad_records(bad))
+        payloads, errors = isolate(values, self.write, ValueError)
+        return EncodedBatch(payloads, bad_records(errors))
 
 
 def _projection(values: pa.Array, type: pa.DataType) -> pa.Array:

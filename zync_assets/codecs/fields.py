@@ -302,16 +302,19 @@ def with_lacking(type: pa.DataType, writers: Mapping[int, pa.DataType]) -> pa.Da
     """
     if not pa.types.is_struct(type):
         return type
-    at = {number: places(type, own) for number, own in writers.items() if pa.types.is_struct(own)}
+    indices_by_writer = {
+        number: places(type, writer) for number, writer in writers.items() if pa.types.is_struct(writer)
+    }
     fields: list[pa.Field] = []
     for index, item in enumerate(fields_of(type)):
-        own = {
+        field_types = {
             number: fields_of(writers[number])[indices.index(index)].type
-            for number, indices in at.items()
+            for number, indices in indices_by_writer.items()
             if index in indices
         }
         other_ids = {*lacking(item)} - writers.keys()
-        fields.append(lacked_by(item.with_type(with_lacking(item.type, own)), (at.keys() - own.keys()) | other_ids))
+        lacking_ids = (indices_by_writer.keys() - field_types.keys()) | other_ids
+        fields.append(lacked_by(item.with_type(with_lacking(item.type, field_types)), lacking_ids))
     return pa.struct(fields)
 
 

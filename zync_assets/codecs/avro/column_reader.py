@@ -301,27 +301,27 @@ def _read_enum(node: Node, span: ByteSpan, valid: Mask | None) -> pa.Array:
 
 
 def _read_option(node: Node, span: ByteSpan, valid: Mask | None) -> pa.Array:
-    present = _option_mask(node, span, valid)
-    return _read(node.child, span, None if present.all() else present)
+    has_value = _option_mask(node, span, valid)
+    return _read(node.child, span, None if has_value.all() else has_value)
 
 
 def _option_mask(node: Node, span: ByteSpan, valid: Mask | None) -> Mask:
     """Which records have the option's value, by its tag."""
     if span.source.loops is not None:
-        present, odd = np.empty(len(span.pos), np.bool_), np.zeros(len(span.pos), np.bool_)
+        has_value, odd = np.empty(len(span.pos), np.bool_), np.zeros(len(span.pos), np.bool_)
         mask = _ALL if valid is None else valid
-        if span.source.loops.read_tags(span.source.bytes, span.pos, span.end, mask, node.null_index, present, odd):
+        if span.source.loops.read_tags(span.source.bytes, span.pos, span.end, mask, node.null_index, has_value, odd):
             span.flag(odd)
-        return present
+        return has_value
     tag = span.source.bytes[span.pos]
-    present = tag == 2 * (1 - node.null_index)
-    wrong = ~present & (tag != 2 * node.null_index)
+    has_value = tag == 2 * (1 - node.null_index)
+    wrong = ~has_value & (tag != 2 * node.null_index)
     if valid is not None:
-        present &= valid
+        has_value &= valid
         wrong &= valid
     span.flag(wrong)
     span.move(span.pos + (1 if valid is None else valid.astype(np.int64)))
-    return present
+    return has_value
 
 
 def _read_null(node: Node, span: ByteSpan, valid: Mask | None) -> pa.Array:
@@ -344,22 +344,22 @@ def _read_union(node: Node, span: ByteSpan) -> pa.Array:
     index = _long(span, None)
     wrong = (index < 0) | (index >= len(node.branches))
     span.flag(wrong)
-    present = np.zeros(len(index), dtype=np.bool_)
+    has_value = np.zeros(len(index), dtype=np.bool_)
     children: list[pa.Array] = []
     for number, branch in enumerate(node.branches):
         if branch.kind != "null":
             in_branch = index == number
-            present |= in_branch
+            has_value |= in_branch
             children.append(_read(branch, span, in_branch))
     if not children:
         return pa.nulls(len(index), pa.bool_())
-    return struct_of(plain_type(node), children, len(index), present)
+    return struct_of(plain_type(node), children, len(index), has_value)
 
 
 def _read_items(node: Node, span: ByteSpan) -> pa.Array:
     """Read arrays or maps, each with a single block and the end mark 0. Reads the k-th items of all records side by side."""
     count = _length(span, None)
-    present = count > 0
+    has_items = count > 0
     rows = np.arange(len(count))
     keys: list[pa.Array] = []
     items: list[pa.Array] = []
@@ -378,10 +378,10 @@ def _read_items(node: Node, span: ByteSpan) -> pa.Array:
             span.pos[active] = part.pos
         owners.append(rows[active])
         step += 1
-    if present.any():
+    if has_items.any():
         after = span.source.bytes[span.pos]
-        span.flag(present & (after != 0))
-        span.move(span.pos + present)
+        span.flag(has_items & (after != 0))
+        span.move(span.pos + has_items)
     return _gather(node, span, count, keys, items, owners)
 
 

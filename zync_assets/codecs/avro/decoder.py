@@ -53,17 +53,17 @@ def unframe(payloads: pa.Array) -> Frames:
     base, last = int(offsets[0]), int(offsets[-1])
     offsets -= base
     starts, ends = offsets[:-1], offsets[1:]
-    present = payloads.is_valid().to_numpy(zero_copy_only=False)
+    has_value = payloads.is_valid().to_numpy(zero_copy_only=False)
     long_enough = ends - starts >= HEADER
     padded_data = np.zeros(last - base + PADDING, np.uint8)
     padded_data[: last - base] = data[base:last]
     magic = padded_data[starts] == 0
     words = np.ndarray((len(padded_data) - 3,), dtype=">i4", buffer=padded_data.data, strides=(1,))
     ids = words[starts + 1].astype(np.int32)
-    valid = present & long_enough & magic
+    valid = has_value & long_enough & magic
     errors = {
         int(index): _error(bool(long_enough[index]), int(ends[index] - starts[index]), int(padded_data[starts[index]]))
-        for index in np.flatnonzero(present & ~valid)
+        for index in np.flatnonzero(has_value & ~valid)
     }
     return Frames(padded_data, starts + HEADER, ends, ids, valid, errors)
 
@@ -164,9 +164,9 @@ class AvroDecoder:
             self._merged_ids.add(schema_id)
         if not wrong:
             return Group(rows, values)
-        good = np.ones(len(rows), dtype=np.bool_)
-        good[list(wrong)] = False
-        return Group(rows[good], values.filter(pa.array(good)))
+        is_good = np.ones(len(rows), dtype=np.bool_)
+        is_good[list(wrong)] = False
+        return Group(rows[is_good], values.filter(pa.array(is_good)))
 
     def _arrive(self, schema_id: int, index: int, writer: Node) -> None:
         """Note a schema that came for the first time; refuse it where only the known ones' columns are wanted."""
@@ -209,9 +209,9 @@ def decode_datums(
         if len(odd) == len(starts):
             values = odd_values
         else:
-            place = np.arange(len(starts))
-            place[odd] = np.arange(len(starts), len(starts) + len(odd))
-            values = pa.concat_arrays([values, odd_values]).take(pa.array(place))
+            value_indices = np.arange(len(starts))
+            value_indices[odd] = np.arange(len(starts), len(starts) + len(odd))
+            values = pa.concat_arrays([values, odd_values]).take(pa.array(value_indices))
     values, misfits = isolate(values, lambda part: to_lake(node, part), ValueError)
     return values, {**{index: f"out of range: {error}" for index, error in misfits.items()}, **errors}
 

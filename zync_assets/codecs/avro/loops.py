@@ -35,7 +35,7 @@ def read_varints(data: Any, pos: Any, end: Any, valid: Any, values: Any, odd: An
         at = np.uintp(pos[index])
         byte = data[at]
         raw = np.uint64(byte & 0x7F)
-        good = True
+        is_good = True
         if byte >= 0x80:
             shift = np.uint64(7)
             while byte >= 0x80 and shift < np.uint64(70):
@@ -43,18 +43,18 @@ def read_varints(data: Any, pos: Any, end: Any, valid: Any, values: Any, odd: An
                 byte = data[at]
                 raw |= np.uint64(byte & 0x7F) << shift
                 shift += np.uint64(7)
-            good = byte < 0x80 and (shift < np.uint64(70) or byte <= 1)
+            is_good = byte < 0x80 and (shift < np.uint64(70) or byte <= 1)
         value = np.int64(raw >> np.uint64(1)) ^ -np.int64(raw & np.uint64(1))
         after = np.int64(at) + 1
         if after > end[index]:
-            good = False
+            is_good = False
             after = end[index]
-        if lengths and (not good or value < 0 or value > end[index] - after):
-            good = False
+        if lengths and (not is_good or value < 0 or value > end[index] - after):
+            is_good = False
             value = 0
         values[index] = value
         pos[index] = after
-        if not good:
+        if not is_good:
             odd[index] = any_odd = True
     return any_odd
 
@@ -70,19 +70,19 @@ def take_bytes(data: Any, pos: Any, lengths: Any, ends: Any, content: Any) -> No
 
 
 @njit(types.boolean(_Bytes, _Longs, _Longs, _Flags, types.int64, _Flags, _Flags), cache=True, nogil=True)
-def read_tags(data: Any, pos: Any, end: Any, valid: Any, null_index: int, present: Any, odd: Any) -> bool:
-    """``present``: the value's branch, not the null's, by a tag of one byte."""
+def read_tags(data: Any, pos: Any, end: Any, valid: Any, null_index: int, has_value: Any, odd: Any) -> bool:
+    """``has_value``: the value's branch, not the null's, by a tag of one byte."""
     any_odd = False
     for index in range(len(pos)):
         if len(valid) and not valid[index]:
-            present[index] = False
+            has_value[index] = False
             continue
         tag = np.int64(data[np.uintp(pos[index])])
-        present[index] = tag == 2 * (1 - null_index)
+        has_value[index] = tag == 2 * (1 - null_index)
         if pos[index] >= end[index]:
             odd[index] = any_odd = True
             continue
-        if not present[index] and tag != 2 * null_index:
+        if not has_value[index] and tag != 2 * null_index:
             odd[index] = any_odd = True
         pos[index] += 1
     return any_odd

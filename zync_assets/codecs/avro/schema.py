@@ -139,8 +139,8 @@ def full_name(schema: Mapping[str, Any], namespace: str) -> str:
     name = str(schema["name"])
     if "." in name:
         return name
-    own = schema.get("namespace")
-    space = namespace if own is None else str(own)
+    own_namespace = schema.get("namespace")
+    space = namespace if own_namespace is None else str(own_namespace)
     return f"{space}.{name}" if space else name
 
 
@@ -308,7 +308,7 @@ _UNITS = {
         *("local-timestamp-millis", "local-timestamp-micros", "local-timestamp-nanos"),
     )
 } | {
-    # Debezium's "Temporal types": numbers in a unit that only the name of their type tells.
+    # Debezium's "Temporal types": numbers in a unit that only the name of their type shows.
     "io.debezium.time.Time": "time-millis",
     "io.debezium.time.MicroTime": "time-micros",
     "io.debezium.time.NanoTime": "time-nanos",

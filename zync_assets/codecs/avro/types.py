@@ -128,10 +128,12 @@ def _noted_members(node: Node) -> list[pa.Field]:
         ]
     if node.kind != "union":
         return []
-    own = {name for name, _ in members(node)}
+    member_names = {name for name, _ in members(node)}
     return [
         field_with_notes(
-            name, lake_type(child), [short for full in child.aliases if (short := full.rpartition(".")[2]) not in own]
+            name,
+            lake_type(child),
+            [short for full in child.aliases if (short := full.rpartition(".")[2]) not in member_names],
         )
         for name, child in members(node)
     ]
@@ -253,13 +255,13 @@ def _of_connect(
         return {"type": "int", "logicalType": "time-millis", **_properties(note)}
     variable = note.name == VARIABLE_DECIMAL
     if kinds.is_string(type) and (form == "record" or (variable and form != "string")):
-        own = pa.struct(
+        struct_type = pa.struct(
             [
                 field_with_notes("scale", pa.int32(), connect=_REQUIRED_NOTE),
                 field_with_notes("value", pa.binary(), connect=_REQUIRED_NOTE),
             ]
         )
-        return _to_avro(own, name, path, records, outer, note if variable else Note(VARIABLE_DECIMAL, 1))
+        return _to_avro(struct_type, name, path, records, outer, note if variable else Note(VARIABLE_DECIMAL, 1))
     if kinds.is_string(type) and variable:
         return {"type": "string"}
     if not kinds.is_timestamp(type):

@@ -336,10 +336,10 @@ def _short_bytes(array: pa.Array) -> pa.Array:
     sign = np.where(matrix[:, :1] >= 0x80, np.uint8(0xFF), np.uint8(0))
     # A leading byte goes if it is all sign and the next one says the same.
     spare = (matrix[:, :-1] == sign) & ((matrix[:, 1:] >= 0x80) == (sign == 0xFF))
-    leading = np.logical_and.accumulate(spare, axis=1).sum(axis=1)
-    mask = np.arange(16) >= leading[:, None]
+    sign_byte_counts = np.logical_and.accumulate(spare, axis=1).sum(axis=1)
+    mask = np.arange(16) >= sign_byte_counts[:, None]
     offsets = np.zeros(count + 1, dtype=np.int32)
-    np.cumsum(16 - leading, out=offsets[1:])
+    np.cumsum(16 - sign_byte_counts, out=offsets[1:])
     buffers = [validity_buffer(is_valid(array)), pa.py_buffer(offsets), pa.py_buffer(matrix[mask])]
     return pa.Array.from_buffers(pa.binary(), count, buffers)
 

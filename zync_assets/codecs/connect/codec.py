@@ -92,11 +92,11 @@ class ConnectDecoder:
             odd[rows] = True
             if has_columns(node):
                 skip = np.array([len(head.data) for head in heads])[head_indices[rows]]
-                texts, whole = _after(payloads, rows, skip)
+                texts, whole = _texts_after(payloads, rows, skip)
                 values, wrong = read_columns(node, texts)
-                good = whole & ~wrong
-                by_schema[node] = [Group(rows[good], values.filter(pa.array(good)))]
-                odd[rows[good]] = False
+                is_good = whole & ~wrong
+                by_schema[node] = [Group(rows[is_good], values.filter(pa.array(is_good)))]
+                odd[rows[is_good]] = False
         head_by_row = {
             row: heads[head_indices[row]] if head_indices[row] >= 0 else None for row in np.flatnonzero(odd).tolist()
         }
@@ -118,10 +118,10 @@ class ConnectDecoder:
             if head is None:
                 rows = rows[1:]
                 continue
-            alike = pc.starts_with(payloads, pattern=head.data).fill_null(False).to_numpy(zero_copy_only=False)[rows]
-            head_indices[rows[alike]] = len(heads)
+            has_head = pc.starts_with(payloads, pattern=head.data).fill_null(False).to_numpy(zero_copy_only=False)[rows]
+            head_indices[rows[has_head]] = len(heads)
             heads.append(head)
-            rows = rows[~alike]
+            rows = rows[~has_head]
         index_by_head = {head: index for index, head in enumerate(heads)}
         for row in rows.tolist():
             head = self._head(payloads[row].as_py())
@@ -142,16 +142,16 @@ class ConnectDecoder:
             if begin is None:
                 return None
             schema, end = parse_at(text, begin.end())
-            between = _PAYLOAD.match(text, end)
+            match = _PAYLOAD.match(text, end)
             node = self._schema(schema)
         except (ValueError, RecursionError):
             return None
-        if between is None or not isinstance(node, Connect):
+        if match is None or not isinstance(node, Connect):
             return None
         if len(self._heads) >= _MOST_HEADS:
             self._heads.clear()
             self._lengths = ()
-        head = _Head(text[: between.end()].encode(), between.end(), node)
+        head = _Head(text[: match.end()].encode(), match.end(), node)
         self._heads[head.data] = head
         if len(head.data) not in self._lengths:
             self._lengths = (*self._lengths, len(head.data))
@@ -238,9 +238,9 @@ class ConnectDecoder:
         errors.update({int(rows[index]): f"payload: out of range: {error}" for index, error in misfits.items()})
         if len(misfits) == len(rows) or not self._merge(node, rows, errors):
             return None
-        good = np.ones(len(rows), np.bool_)
-        good[list(misfits)] = False
-        return Group(rows[good], values.filter(pa.array(good)))
+        is_good = np.ones(len(rows), np.bool_)
+        is_good[list(misfits)] = False
+        return Group(rows[is_good], values.filter(pa.array(is_good)))
 
     def _merge(self, node: Connect, rows: Ints, errors: dict[int, str]) -> bool:
         if node not in self._merged_nodes:
@@ -264,11 +264,11 @@ class ConnectDecoder:
         rows = np.array(list(texts), np.int64)
         plain = pa.array(list(texts.values()), pa.string())
         if self._plain is not None:
-            values, bad = json_reader(self._plain)(plain.cast(pa.binary()))
-            errors.update({int(rows[index]): error for index, error in bad.items()})
-            good = np.ones(len(rows), np.bool_)
-            good[list(bad)] = False
-            return [Group(rows[good], values.filter(pa.array(good)))]
+            values, value_errors = json_reader(self._plain)(plain.cast(pa.binary()))
+            errors.update({int(rows[index]): error for index, error in value_errors.items()})
+            is_good = np.ones(len(rows), np.bool_)
+            is_good[list(value_errors)] = False
+            return [Group(rows[is_good], values.filter(pa.array(is_good)))]
         try:
             self._type = merge_types(self._type, pa.string(), "payload")
         except SchemaError:
@@ -287,7 +287,7 @@ def _by_node(heads: list[_Head]) -> dict[Connect, list[int]]:
     return indices
 
 
-def _after(payloads: pa.Array, rows: Ints, skip: Ints) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
+def _texts_after(payloads: pa.Array, rows: Ints, skip: Ints) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
     """The texts of some records after their first ``skip`` bytes, and whether each text ends with a closing bracket.
 
     ``rows``: the indexes of the records, ascending.
@@ -309,14 +309,14 @@ def _group(values: dict[int, Any], type: pa.DataType, errors: dict[int, str]) ->
     except (ValueError, OverflowError, TypeError):
         pass
     parts: list[pa.Array] = []
-    good: list[int] = []
+    good_rows: list[int] = []
     for row, value in values.items():
         try:
             parts.append(pa.array([value], type))
-            good.append(row)
+            good_rows.append(row)
         except (ValueError, OverflowError, TypeError) as error:
             errors[row] = f"payload: out of range: {error}"
-    return Group(np.array(good, np.int64), pa.concat_arrays(parts) if parts else pa.nulls(0, type))
+    return Group(np.array(good_rows, np.int64), pa.concat_arrays(parts) if parts else pa.nulls(0, type))
 
 
 _END = b"}"
@@ -346,11 +346,11 @@ class ConnectEncoder:
         check_writable(values.type, type)
 
         def payloads(part: pa.Array) -> pa.Array:
-            own = conform(part, type)
-            return _payloads(node, from_lake(node, own) if avro is None else from_avro_lake(avro, own))
+            lake_values = conform(part, type)
+            return _payloads(node, from_lake(node, lake_values) if avro is None else from_avro_lake(avro, lake_values))
 
-        texts, bad = isolate(values, payloads, ValueError)
-        return EncodedBatch(pc.binary_join_element_wise(self._head, texts, _END, b""), bad_records(bad))
+        texts, errors = isolate(values, payloads, ValueError)
+        return EncodedBatch(pc.binary_join_element_wise(self._head, texts, _END, b""), bad_records(errors))
 
 
 def _payloads(node: Connect, plain: pa.Array) -> pa.Array:

@@ -72,11 +72,11 @@ def columns_reader(type: pa.DataType) -> Callable[[pa.Array], tuple[pa.Array, di
         if not len(slow_rows):
             return values, {}
         slow_values, errors = judge(payloads.take(pa.array(slow_rows)))
-        place = np.empty(len(payloads), np.int64)
-        place[plain] = np.arange(len(plain))
-        place[slow_rows] = len(plain) + np.arange(len(slow_rows))
-        whole = pa.concat_arrays([values, slow_values]).take(pa.array(place))
-        return whole, {int(slow_rows[index]): error for index, error in errors.items()}
+        value_indices = np.empty(len(payloads), np.int64)
+        value_indices[plain] = np.arange(len(plain))
+        value_indices[slow_rows] = len(plain) + np.arange(len(slow_rows))
+        all_values = pa.concat_arrays([values, slow_values]).take(pa.array(value_indices))
+        return all_values, {int(slow_rows[index]): error for index, error in errors.items()}
 
     return convert
 
@@ -88,15 +88,15 @@ def _has_decimals(type: pa.DataType) -> bool:
 
 
 def _is_plain(payloads: pa.Array, decimals: bool) -> Mask:
-    good = _is_object(payloads)
+    is_plain = _is_object(payloads)
     doubtful = pc.match_substring_regex(payloads, _DOUBTFUL_DECIMAL if decimals else _DOUBTFUL)
-    good &= ~doubtful.fill_null(True).to_numpy(zero_copy_only=False)
+    is_plain &= ~doubtful.fill_null(True).to_numpy(zero_copy_only=False)
     # A document with so deep a nesting has as many closing brackets.
     long = np.flatnonzero(pc.greater_equal(pc.binary_length(payloads), 2 * _DEEP).fill_null(False))
     texts = payloads.take(pa.array(long))
     brackets = pc.add(pc.count_substring(texts, b"["), pc.count_substring(texts, b"{"))
-    good[long] &= brackets.to_numpy() < _DEEP
-    return good
+    is_plain[long] &= brackets.to_numpy() < _DEEP
+    return is_plain
 
 
 def _is_object(payloads: pa.Array) -> Mask:
@@ -105,13 +105,13 @@ def _is_object(payloads: pa.Array) -> Mask:
     _, ends, data = payloads.buffers()
     bounds = np.frombuffer(ends, np.int32)[payloads.offset : payloads.offset + count + 1]
     letters = np.frombuffer(data or b"", np.uint8)
-    found = np.zeros(count, np.bool_)
+    is_object = np.zeros(count, np.bool_)
     rows = np.flatnonzero(np.diff(bounds) > 1)
-    found[rows] = (letters[bounds[rows]] == ord("{")) & (letters[bounds[rows + 1] - 1] == ord("}"))
-    others = np.flatnonzero(~found)
-    matches = pc.match_substring_regex(payloads.take(pa.array(others)), _AN_OBJECT)
-    found[others] = matches.fill_null(False).to_numpy(zero_copy_only=False)
-    return found & payloads.is_valid().to_numpy(zero_copy_only=False)
+    is_object[rows] = (letters[bounds[rows]] == ord("{")) & (letters[bounds[rows + 1] - 1] == ord("}"))
+    other_rows = np.flatnonzero(~is_object)
+    matches = pc.match_substring_regex(payloads.take(pa.array(other_rows)), _AN_OBJECT)
+    is_object[other_rows] = matches.fill_null(False).to_numpy(zero_copy_only=False)
+    return is_object & payloads.is_valid().to_numpy(zero_copy_only=False)
 
 
 def _read_texts(type: pa.DataType, texts: pa.Array) -> tuple[pa.Array, Mask]:
@@ -199,10 +199,10 @@ def _time_column(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
     except ValueError:
         return _scalar_column(type, array)
     unusual = pc.invert(usual).fill_null(False)
-    others, wrong = _scalar_column(type, array.filter(unusual))
+    other_values, wrong = _scalar_column(type, array.filter(unusual))
     odd = np.zeros(len(array), np.bool_)
     odd[unusual.to_numpy(zero_copy_only=False)] = wrong
-    return pc.replace_with_mask(values, unusual, others), odd
+    return pc.replace_with_mask(values, unusual, other_values), odd
 
 
 def _scalar_column(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
@@ -250,9 +250,9 @@ def _texts(array: pa.Array) -> pa.Array:
     elif kinds.is_string(array.type) or kinds.is_large_string(array.type):
         texts = _quote(array.cast(pa.string()))
     elif kinds.is_timestamp(array.type):
-        texts = _between('"', pc.strftime(array.cast(pa.timestamp("us", tz="UTC")), "%Y-%m-%dT%H:%M:%SZ"), '"')
+        texts = _enclose('"', pc.strftime(array.cast(pa.timestamp("us", tz="UTC")), "%Y-%m-%dT%H:%M:%SZ"), '"')
     elif kinds.is_date(array.type):
-        texts = _between('"', array.cast(pa.string()), '"')
+        texts = _enclose('"', array.cast(pa.string()), '"')
     elif kinds.is_binary(array.type) or kinds.is_large_binary(array.type):
         texts = pa.array(
             [None if value is None else f'"{base64.b64encode(value).decode()}"' for value in array.to_pylist()],
@@ -263,7 +263,7 @@ def _texts(array: pa.Array) -> pa.Array:
     return texts.fill_null("null")
 
 
-def _between(before: str, array: pa.Array, after: str) -> pa.Array:
+def _enclose(before: str, array: pa.Array, after: str) -> pa.Array:
     return pc.binary_join_element_wise(before, array, after, "")
 
 
@@ -274,7 +274,7 @@ def _quote(array: pa.Array) -> pa.Array:
         for code in range(0x20):
             if pc.any(pc.match_substring(array, chr(code)), min_count=0).as_py():
                 array = pc.replace_substring(array, chr(code), json.dumps(chr(code))[1:-1])
-    return _between('"', array, '"')
+    return _enclose('"', array, '"')
 
 
 def _struct(array: pa.Array) -> pa.Array:
@@ -309,5 +309,5 @@ def _items(array: pa.Array) -> pa.Array:
         inner[1::2] = bounds[1:]
         inner[-1] = bounds[-1]
         pairs = pa.Array.from_buffers(pa.string(), 2 * count, [None, pa.py_buffer(inner), data])
-        texts = _between(before, pairs.take(pa.array(np.arange(0, 2 * count, 2))), after)
+        texts = _enclose(before, pairs.take(pa.array(np.arange(0, 2 * count, 2))), after)
     return texts if array.null_count == 0 else pc.if_else(array.is_valid(), texts, pa.scalar(None, pa.string()))
