@@ -151,17 +151,18 @@ class Floors:
     before: int = 0
     """The highest time of the records that retention removed from before the files."""
 
-    def time(self, offset: int, ingest_time: int, own: int | None) -> int:
+    def time(self, offset: int, ingest_time: int, timestamp: int | None) -> int:
         """The time of a replayed record at ``offset``.
 
-        ``ingest_time``: the partition's highest time when ingest read the record, 0 if unknown; ``own``: the record's timestamp.
+        ``ingest_time``: the partition's highest time when ingest read the record, 0 if unknown; ``timestamp``: the record's
+        timestamp.
         """
         at = int(np.searchsorted(self.lasts, offset)) - 1
         floor = max(ingest_time, int(self.highest[at]) if at >= 0 else 0, self.before)
         if floor:
             return floor
         after = int(np.searchsorted(self.firsts, offset))
-        return min([own or 0, *self.lowest[after : after + 1].tolist()])
+        return min([timestamp or 0, *self.lowest[after : after + 1].tolist()])
 
 
 def floors_of(state: RawState, offsets: Offsets) -> dict[int, Floors]:
@@ -246,10 +247,10 @@ class RawReplayTask:
                 offsets = pc.struct_field(rows.column("kafka"), "offset")
                 for index, (side, worst) in errors.items():
                     result.reasons[partition, offsets[index].as_py()] = f"{side}: {worst.error}"
-                good = np.ones(rows.num_rows, dtype=np.bool_)
-                good[list(errors)] = False
+                is_good = np.ones(rows.num_rows, dtype=np.bool_)
+                is_good[list(errors)] = False
                 kafka = self._with_times(partition, rows.column("kafka"))
-                yield partition, record_batch(kafka, keys, values).filter(pa.array(good))
+                yield partition, record_batch(kafka, keys, values).filter(pa.array(is_good))
         result.key_type, result.value_type = key.type, value.type
 
     def _rows(self, partition: int) -> Iterator[pa.RecordBatch]:
@@ -263,11 +264,11 @@ class RawReplayTask:
             with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
                 for batch in storage.read_batches(file, _ROWS, ["kafka", "key", "value", "stage"]):
                     offsets = pc.struct_field(batch.column("kafka"), "offset")
-                    mine = pc.and_(
+                    is_target = pc.and_(
                         pc.is_in(offsets, targets),
                         pc.invert(pc.is_in(batch.column("stage"), pa.array(RANGE_STAGES))),
                     )
-                    entries = batch.filter(mine)
+                    entries = batch.filter(is_target)
                     if entries.num_rows:
                         yield entries.cast(pa.schema([BAD_SCHEMA.field(name) for name in entries.schema.names]))
 
@@ -314,7 +315,7 @@ def _write_shapes(
     [result] = run_tasks(spark, 1, lambda _: task.look())
     source = replace(task.source, key_type=result.key_type, value_type=result.value_type)
     item, source = resolvable(
-        pipeline, plan.input, source, lambda own: _frame(spark, replace(task, source=own), frozenset())
+        pipeline, plan.input, source, lambda new_source: _frame(spark, replace(task, source=new_source), frozenset())
     )
     task = replace(task, source=source)
     with search_settings(spark), spark_failures(_replay_failure(item)):
