@@ -183,7 +183,7 @@ class Question:
     def collect(self, answers: Iterable[tuple[TopicPartition, Future[Any]]]) -> dict[tuple[str, int], int]:
         """The offsets by topic and partition, without those that do not exist (any more)."""
         offsets: dict[tuple[str, int], int] = {}
-        for place, offset in self.each(answers):
+        for place, offset in self.offsets_or_errors(answers):
             if isinstance(offset, TopicMissing):
                 continue
             if isinstance(offset, KafkaError):
@@ -191,7 +191,7 @@ class Question:
             offsets[place] = offset
         return offsets
 
-    def each(
+    def offsets_or_errors(
         self, answers: Iterable[tuple[TopicPartition, Future[Any]]]
     ) -> Iterator[tuple[tuple[str, int], int | KafkaError]]:
         """The offset of each topic and partition, or why there is none. Raises TrustError."""

@@ -233,7 +233,7 @@ class Connection:
     def raise_missing(self, topic: str) -> None:
         """Raise TopicMissing if the last trouble was that ``topic`` is not there (any more): waiting won't help."""
         if self.trouble is not None and self.trouble.code() in UNKNOWN_TOPIC:
-            raise missing(topic, self.servers)
+            raise topic_missing(topic, self.servers)
 
     def unavailable(self, doing: str) -> BrokerUnavailable:
         """The error for "no answer in time" while ``doing`` (a phrase such as "reading orders")."""
@@ -267,7 +267,7 @@ class Connection:
                 self.trouble = cause
             return self.unavailable(doing)
         if topic is not None and cause.code() in UNKNOWN_TOPIC:
-            return missing(topic, self.servers)
+            return topic_missing(topic, self.servers)
         if topic is not None and _is_authorization_error(cause):
             return self._authorization_error(doing, topic, needs)
         return KafkaError(f"{doing} at {self.servers}: {cause.str()} ({cause.name()})")
@@ -290,7 +290,7 @@ def _is_authorization_error(error: ClientError) -> bool:
     )
 
 
-def missing(topic: str, at: str) -> TopicMissing:
+def topic_missing(topic: str, at: str) -> TopicMissing:
     """The error for a topic that ``at`` does not have."""
     return TopicMissing(f"topic {topic} does not exist at {at}; create it, or correct the name")
 

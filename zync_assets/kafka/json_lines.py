@@ -29,7 +29,7 @@ from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPa
 from confluent_kafka import KafkaError as ClientError
 
 from zync_assets.errors import KafkaError, NotAuthorized, RegistryError, RegistryUnavailable, SchemaError, ZyncError
-from zync_assets.kafka.client import Connection, missing
+from zync_assets.kafka.client import Connection, topic_missing
 from zync_assets.kafka.json_records import datum, value_of
 from zync_assets.kafka.reader import STALL_SECONDS, reading_connection, reported_end
 from zync_assets.kafka.registry import Registry
@@ -337,7 +337,7 @@ def produce(
     connection = Connection(kafka, _PROMISES, _DEFAULTS)
     doing = f"producing to {topic}"
     if topic not in topic_states(kafka, [topic]):
-        raise missing(topic, connection.servers)
+        raise topic_missing(topic, connection.servers)
     failures: list[ClientError] = []
 
     def note_delivery(error: ClientError | None, _: Message) -> None:

@@ -114,7 +114,7 @@ _FUNCTIONS: Mapping[str, tuple[Any, list[Any]]] = {
 """Name → type of the result, types of the arguments, as rdkafka.h declares them."""
 
 NAME_SIZE = 16
-"""Bytes between the size of a header's name and the name. A name may contain zero bytes, and no public function tells its
+"""Bytes between the size of a header's name and the name. A name may contain zero bytes, and no public function returns its
 size. ``library`` checks the place."""
 
 _PRODUCER, _CONSUMER = 0, 1

@@ -78,7 +78,7 @@ def read_range(
     ``end`` must not be past the partition's last stable offset at the time of the call. ``uncommitted`` also returns the
     records of open and aborted transactions; ``end`` must then not be past the high watermark.
 
-    Raises DataLoss when records of the range are gone, TopicMissing, BrokerUnavailable after a minute without progress.
+    Raises DataLoss when records of the range were removed, TopicMissing, BrokerUnavailable after a minute without progress.
     """
     if first >= end:
         return

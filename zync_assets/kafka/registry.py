@@ -250,7 +250,7 @@ def _answer_error(config: RegistryConfig, error: SchemaRegistryError, at: str, l
         return RegistryUnavailable(f"{at} could not answer: {label}: {message}; try again")
     if status in (401, 403):
         return RegistryError(f"{at} refused the login (HTTP status {status}): {label}; {_login_cure(config)}")
-    # Of a 404 only the code tells: a wrong address gives one too.
+    # A wrong address gives a 404 too. Only the error code shows that the schema is unknown.
     kind = SchemaUnknown if error.error_code in NOT_FOUND else RegistryError
     cure = "" if kind is SchemaUnknown or status != 404 else "; check registry.url, its path too"
     return kind(f"{at} refused: {label}: {message}{cure}")

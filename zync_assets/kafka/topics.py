@@ -29,7 +29,7 @@ from confluent_kafka.admin import (
 
 from zync_assets.errors import BrokerUnavailable, KafkaError, LeaderMissing, NotAuthorized, TopicMissing, TrustError
 from zync_assets.kafka.admin import Question
-from zync_assets.kafka.client import missing, servers
+from zync_assets.kafka.client import servers, topic_missing
 
 WAIT = 10.0
 """Seconds that a broker has to answer."""
@@ -55,8 +55,7 @@ class PartitionState:
 
 @dataclass(frozen=True)
 class TopicState:
-    """A topic now. ``topic_id`` tells it from an earlier topic of that name; partitions are sorted as
-    numbers."""
+    """A topic at present. An earlier topic of that name has another ``topic_id``. The partitions are sorted as numbers."""
 
     topic: str
     topic_id: str
@@ -185,7 +184,7 @@ def _offsets(
 ) -> dict[tuple[str, int], int]:
     """(topic, partition) → offset. Adds the errors of the other partitions to ``away`` or ``problems``."""
     offsets: dict[tuple[str, int], int] = {}
-    for (topic, partition), offset in ask.each(answers):
+    for (topic, partition), offset in ask.offsets_or_errors(answers):
         if isinstance(offset, int):
             offsets[topic, partition] = offset
         elif isinstance(offset, BrokerUnavailable):
@@ -207,7 +206,7 @@ def topic_state(kafka: Mapping[str, str], topic: str, timeout: float | None = No
     """The state of one topic; TopicMissing for an unknown topic."""
     states = topic_states(kafka, [topic], timeout)
     if topic not in states:
-        raise missing(topic, servers(kafka))
+        raise topic_missing(topic, servers(kafka))
     return states[topic]
 
 
@@ -250,11 +249,11 @@ def high_watermarks(kafka: Mapping[str, str], topic: str, partitions: Iterable[i
 
 
 def known_watermarks(kafka: Mapping[str, str], partitions: Mapping[str, Iterable[int]]) -> dict[str, dict[int, int]]:
-    """Topic → partition → its high watermark, of existing topics. No entry for a topic of which the brokers do not tell all at
-    once. One request a broker, however many topics there are."""
+    """Topic → partition → its high watermark, of existing topics. A topic has no entry if the brokers do not
+    answer at once for all of its partitions. One request a broker, however many topics there are."""
     places = [(topic, partition) for topic, numbers in partitions.items() for partition in numbers]
     ask = Question(kafka, f"asking for the high watermarks of {_topic_list(list(partitions))}", WAIT)
-    answers = ask.each(ask.offsets(places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED))
+    answers = ask.offsets_or_errors(ask.offsets(places, OffsetSpec.latest(), IsolationLevel.READ_UNCOMMITTED))
     offsets = {place: offset for place, offset in answers if isinstance(offset, int)}
     highs: dict[str, dict[int, int]] = {}
     for (topic, partition), offset in offsets.items():

@@ -48,7 +48,7 @@ def certificate_fault(host: str, port: int, ca: str | None, ca_name: str, addres
 def explanation(
     error: ssl.SSLCertVerificationError, host: str, port: int, ca: str | None, ca_name: str, address_name: str
 ) -> str:
-    """As ``certificate_fault``, of an error that was met."""
+    """As ``certificate_fault``, for an error that has occurred."""
     if error.verify_code in _HOST_MISMATCH:
         names = _names(host, port, ca)
         hosts = f": it is for {', '.join(names)}" if names else ""

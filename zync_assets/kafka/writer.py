@@ -144,12 +144,12 @@ class SharedProducer:
 
     def _reports_to_cause(self, reports: list[Report]) -> list[Report]:
         """The reports up to the broker's error. Waits a second for it at the most."""
-        reports, until = reports + self._handover.taken(), time.monotonic() + 1.0
+        reports, until = reports + self._handover.take_reports(), time.monotonic() + 1.0
         while not any(_is_of_broker(report.error) for report in reports) and (left := until - time.monotonic()) > 0:
             # The end may be reported more than once.
             with suppress(KafkaException):
                 reports += self._handover.reports(left)
-        return reports + self._handover.taken()
+        return reports + self._handover.take_reports()
 
     def wait(self) -> None:
         """Wait for a report. Raises BrokerUnavailable after too long a wait, and TrustError if the broker is not trusted."""

@@ -336,9 +336,9 @@ class Handover(Client):
     def reports(self, timeout: float) -> list[Report]:
         """The reports that come within ``timeout`` seconds. Raises what ``poll`` raises."""
         self.poll(timeout)
-        return self.taken()
+        return self.take_reports()
 
-    def taken(self) -> list[Report]:
+    def take_reports(self) -> list[Report]:
         """The reports that came already."""
         reports, self._reports = self._reports, []
         return reports
