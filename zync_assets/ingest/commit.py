@@ -199,7 +199,8 @@ def _show_progress(pipeline: Pipeline, topic: str, until: Mapping[int, int]) -> 
 
 
 def _admit(pipeline: Pipeline, plan: IngestPlan, bad_files: Sequence[DataFile]) -> None:
-    """BadRecords if the pipeline file does not accept the undecodable records. ``bad_files``: their files, not yet committed."""
+    """BadRecords if the pipeline file does not accept the undecodable records. ``bad_files``: these records' files, not yet
+    committed."""
     item = plan.input
     if item.on_bad_record == "quarantine" and item.max_bad_records is None:
         return

@@ -13,7 +13,7 @@ new state, before its objects have their names. They are made from the loads aft
 Small objects are merged: a further batch of the same time writes the old object's records and its own into one object, and
 removes the old one. For a moment both are there. A reader takes the object with the longer range (``list_objects``).
 
-Offsets may have gaps, so that the names of objects do not tell of a lost one. The list of a state does (``find_losses``).
+Offsets may have gaps, so the names of the objects do not show that one is lost. The list of a state does (``find_losses``).
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def open_state(archive: str, place: str) -> ArchiveState:
         {int(partition): path for partition, path in row["tails"].items()},
         tuple(Promise(item["path"], tuple(item["parts"]), item["replaces"]) for item in row["promises"]),
         tuple(row["loads"]),
-        # A list of an earlier version tells no times.
+        # A list that an earlier version wrote has no times.
         row["removals"] if isinstance(row["removals"], dict) else dict.fromkeys(row["removals"]),
         tuple((item[0], item[1], item[2], item[3]) for item in row["bad"]),
         tuple(row["objects"]) if "objects" in row else None,
@@ -277,7 +277,7 @@ def find_losses(archive: str, topic: str) -> Losses | None:
 
 
 def place_losses(archive: str, topic: str, state: ArchiveState) -> Losses:
-    """The lost objects of a topic, by a state. LakeError if a file of the state's list is gone."""
+    """The lost objects of a topic, by a state. LakeError if a file of the state's list is missing."""
     paths = list(state.tails.values() if state.objects is None else state.objects)
     for name in state.lists:
         try:
@@ -298,7 +298,7 @@ def place_losses(archive: str, topic: str, state: ArchiveState) -> Losses:
 
 
 def _traces(state: ArchiveState) -> list[str]:
-    """Paths that tell the topic of a state."""
+    """Paths of objects that a state names: its newest ones, and those to remove. A path begins with the topic."""
     return [*state.tails.values(), *state.removals]
 
 

@@ -53,7 +53,7 @@ GROUP_ROWS = 50_000
 
 def write_object(archive: str, path: str, parts: Sequence[str]) -> None:
     """Write an object from its parts: loads in Parquet, and objects of its own format. The same records in the same order give
-    the same bytes. FileNotFoundError if a part is gone."""
+    the same bytes. FileNotFoundError if a part is missing."""
     if path.endswith(SUFFIXES[PARQUET]):
         schema = pa.unify_schemas([_schema(archive, part) for part in parts])
         write_whole(archive, path, lambda file: _write_parquet(file, schema, _batches(archive, parts)))
@@ -118,7 +118,7 @@ def may_grow(archive: str, item: ArchiveObject, load: str) -> bool:
 
 
 def read_object(archive: str, item: ArchiveObject) -> Iterator[pa.RecordBatch]:
-    """The records of a Parquet object: ``kafka``, ``key``, ``value``. LakeError if the object is gone, or can't be read."""
+    """The records of a Parquet object: ``kafka``, ``key``, ``value``. LakeError if the object is missing, or can't be read."""
     try:
         yield from _batches(archive, [item.path])
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def read_object(archive: str, item: ArchiveObject) -> Iterator[pa.RecordBatch]:
 
 
 def read_lines(archive: str, item: ArchiveObject) -> Iterator[dict[str, Any]]:
-    """The records of an object of JSON lines. LakeError if the object is gone, or can't be read."""
+    """The records of an object of JSON lines. LakeError if the object is missing, or can't be read."""
     try:
         for line in gzip.decompress(read_file(archive, item.path)).splitlines():
             row = json.loads(line)

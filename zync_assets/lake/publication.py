@@ -32,7 +32,7 @@ _SCHEMA = pa.schema([("topic", pa.string())])
 @dataclass(frozen=True)
 class WrittenSchema:
     """A schema of the keys or the values (``side``) of an output, and the id that the registry had for it. A registry that
-    was created anew may have another id for the schema, and another schema under the id."""
+    was created again may have another id for the schema, and another schema under the id."""
 
     side: str
     id: int
@@ -164,7 +164,7 @@ def commit_publish_states(
     states by partition.
 
     ``before``: the states of the partitions in one version of the table; ``marks``: partition → its window and verified
-    offset; ``replacement``: the topic was created anew on purpose; ``schemas``: those of the records up to the windows.
+    offset; ``replacement``: the topic was created again on purpose; ``schemas``: those of the records up to the windows.
     Raises CommitConflict if another publisher of one of the partitions committed since ``before`` was opened.
     """
     topic, table, numbers = before[0].topic, before[0].table, dict[str, int]()

@@ -190,7 +190,7 @@ _TROUBLE = (
     "ServiceUnavailable",
     "SlowDown",
 )
-"""Codes of a store that has trouble of its own, or too much to do."""
+"""Codes of a store that has an internal error, or too much to do."""
 _OF_HADOOP = re.compile(
     r"AWSClientIOException|AWSNoResponseException|AWSServiceThrottledException|AWSStatus500Exception|ApiCallTimeout"
     r"|ConnectTimeoutException|NoHttpResponseException"

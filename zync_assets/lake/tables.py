@@ -33,7 +33,7 @@ _versions: dict[str, int] = {}
 _newest: dict[str, tuple[LakeTable, log.Mark]] = {}
 """Place → the table object opened last, and the mark of its version's log entry."""
 _handovers: dict[str, tuple[DeltaTable, log.Mark]] = {}
-"""Place → delta-rs's object of a version that a commit was based on, and what tells that version."""
+"""Place → delta-rs's object of a version that a commit was based on, and the mark of that version's log entry."""
 _WITHOUT = (
     "Nothing was done. Restore the table to a version from before that feature, or rewrite it without it; or use a newer zync"
     " that knows it."
@@ -280,7 +280,7 @@ def commit(
 
 
 def widen(table: LakeTable, columns: pa.Schema) -> LakeTable:
-    """Give the table some ``columns``, in a commit of its own that touches no file; the table opened anew.
+    """Give the table some ``columns``, in a separate commit that touches no file. Returns the table as it is after that commit.
 
     Columns are added, nested ones too, and get wider types; those that ``columns`` lacks stay. CommitConflict if another
     writer changed the schema since the table was opened. ``create_write_transaction`` leaves a table's schema as it was
@@ -343,8 +343,8 @@ def _check_log(table: LakeTable, newest: LakeTable | None, error: Exception) -> 
 
 
 def _has_commit(table: LakeTable, token: str, before: int) -> bool:
-    """Whether one of the commits after version ``before`` carries the token. The numbers can't tell: another writer from
-    the same state sets the same ones, and a commit need not add a file."""
+    """Whether one of the commits after version ``before`` carries the token. The numbers of the commit don't show it: another
+    writer that began at the same state sets the same numbers. A commit need not add a file either."""
     with table.lock:
         commits = table.delta.history(max(1, table.version - before))
     return any(item.get(TOKEN) == token for item in commits)

@@ -62,7 +62,7 @@ def sum_numbers(
     """The numbers that a commit sets for the files that it adds and removes. ``numbers``: the names of its other numbers.
 
     Two commits that share a name conflict, and so do two commits that both begin the sum. Where the numbers do not add up,
-    the commit begins the sum anew.
+    the commit begins the sum again.
     """
     change = of_files(additions) - of_files(removals)
     if not change:

@@ -237,7 +237,7 @@ def _records(parts: Iterable[OffsetRange]) -> int:
 
 
 def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
-    """Delete an output topic and create it anew, so that all of staging is published again: the way back from a foreign
+    """Delete an output topic and create it again, so that all of staging is published again: the way back from a foreign
     record. The new one is as ``create:`` says. Nothing is deleted where that can't be done, nor where the checks of the
     staging pool, over all that would be published again, fail (CheckFailed)."""
     item, snapshot = pipeline.output(topic), Snapshot(pipeline)

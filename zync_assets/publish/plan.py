@@ -161,7 +161,7 @@ class OutputBatch:
 @dataclass(frozen=True)
 class OutputEnds:
     """Output topics as one look found them. ``snapshot``: has the tables of publish as they were before the look; ``states``: the
-    topics that exist; ``highs``: topic → its high watermarks, no entry for a topic of which the look did not tell all;
+    topics that exist; ``highs``: topic → its high watermarks, no entry for a topic that lacks one of them;
     ``errors``: topic → its problem, or the error of its first partition without a leader."""
 
     snapshot: Snapshot

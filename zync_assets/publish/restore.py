@@ -67,7 +67,7 @@ class Restored:
 class Archive:
     """Where archived records come from. ``name``: the same for the same archive; ``open``: partition → batches with ``kafka``,
     ``key`` and ``value``, in order, each with whether its keys and values are JSON texts, of an object of JSON lines. ``note``:
-    what nobody can tell of the archive, or nothing."""
+    why the archive may lack objects; empty if it is complete."""
 
     name: str
     topic: str
@@ -162,7 +162,7 @@ def restore(
 ) -> Iterator[Restored]:
     """Publish the records of an archive with ``since <= time < until`` (microseconds since the epoch) to a topic.
 
-    Makes the topic if it is missing. ``say`` gets a note if nobody can tell whether the archive is whole.
+    Makes the topic if it is missing. ``say`` gets a note if the archive may lack objects.
 
     LakeError: the archive lost an object. KafkaError: the topic has other records. ForeignRecord, DataLoss: the topic changed in
     the meantime. SchemaError: a record can't be encoded.
