@@ -26,6 +26,7 @@ from zync_assets.lake.raw_files import LOSS, RANGE_STAGES
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Rule
 
 CLASSES = ("done", "unmatched", "dropped", "quarantined", "expired", "pending")
 DONE, DROPPED, PENDING, EXPIRED = (CLASSES.index(name) for name in ("done", "dropped", "pending", "expired"))
@@ -272,6 +273,28 @@ def read_waiting(state: StagingState) -> pa.Table:
     return pending_rows.sort_by([(name, "ascending") for name in places]).rename_columns(
         ["topic", "partition", "offset", "rule", "hash", "text", "row"]
     )
+
+
+def null_key_records(state: StagingState, joins: Mapping[tuple[str, str], Rule]) -> int:
+    """The number of records that are pending with a null join key. ``joins``: see ``Pipeline.joins_of``. Raises DamagedFile."""
+    for item in state.ledger_files:
+        rows = (pa.Table.from_batches([b]).flatten() for b in read_columns(state.uri(item), _PENDING_KEYS))
+        if any(pc.any(_null_keys(table)).as_py() for table in rows):
+            break
+    else:
+        return 0
+    # A record may be completed since, and a record without a join key has no hash either.
+    waiting = read_waiting(state)
+    waiting = waiting.filter(pc.is_null(waiting["hash"])).select(["rule", "topic"]).to_pylist()
+    keyed = {place for place, rule in joins.items() if rule.side(place[1]).keys}
+    return sum((record["rule"], record["topic"]) in keyed for record in waiting)
+
+
+_PENDING_KEYS = ["account.kind", "account.hash"]
+
+
+def _null_keys(rows: pa.Table) -> pa.ChunkedArray:
+    return pc.and_(pc.equal(rows["account.kind"], "pending"), pc.is_null(rows["account.hash"]))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from threading import Thread
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.audit.account import read_entries
+from zync_assets.audit.account import null_key_records, read_entries
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
 from zync_assets.checks import raw_checks
 from zync_assets.checks.sink_checks import sink_results
@@ -28,7 +28,7 @@ from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermarks, is_compacted, topic_states
 from zync_assets.lake.check_results import CheckResult, Number, conclude, keep_accepted
 from zync_assets.lake.head import OutputPosition
-from zync_assets.lake.parquet_rows import DamagedFile, integers, read_columns
+from zync_assets.lake.parquet_rows import DamagedFile, integers
 from zync_assets.lake.publication import PublishState, WrittenSchema, rollback_error
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
@@ -75,16 +75,18 @@ def pending_age(
     problems: list[str] = []
     numbers: dict[str, Number] = {"pending": sum(state.head.waiting.values())}
     numbers |= {f"pending_{rule}_{topic}": n for (rule, topic), n in sorted(state.head.waiting.items()) if n}
-    joins = pipeline.joins_of(pool)
+    rules = pipeline.joins_of(pool).keys() | {
+        (r.name, topic) for r in pipeline.rules_of(pool) if r.held for topic in r.topics
+    }
     problems += [
         f"{n} records of {topic} wait for rule {rule}, which the pipeline file has no more as a {joining_kinds()} rule of"
         f" {topic} for {pool}. Run `{pipeline.command('etl', '--retry-unmatched')}` to give them to the other rules"
         for (rule, topic), n in sorted(state.head.waiting.items())
-        if n and (rule, topic) not in joins
+        if n and (rule, topic) not in rules
     ]
     if numbers["pending"]:
         try:
-            problems += _age_problems(snapshot, state, max_age_seconds, moment, numbers)
+            problems += _age_problems(snapshot, pool, state, max_age_seconds, moment, numbers)
         except (DamagedFile, LakeError) as error:
             problems.append(str(error))
     return conclude(PENDING_AGE, pool, "warn", problems, f"{numbers['pending']} records wait", numbers)
@@ -165,7 +167,7 @@ def _subject(place: tuple[str, int] | str) -> str:
 
 
 def _age_problems(
-    snapshot: Snapshot, state: StagingState, max_age: float, now: float, numbers: dict[str, Number]
+    snapshot: Snapshot, pool: str, state: StagingState, max_age: float, now: float, numbers: dict[str, Number]
 ) -> Iterator[str]:
     facts, *_ = read_entries(state)
     # A record's time never runs back within its partition: the lowest pending offset is the oldest.
@@ -182,21 +184,11 @@ def _age_problems(
         numbers["oldest"] = place
         if age > max_age:
             yield f"{place} has waited for {age:.0f} s, longer than {max_age:.0f} s"
-    null_keys = _null_keys(state)
+    # Null equals nothing: a record with a null join key stays pending for ever.
+    null_keys = null_key_records(state, snapshot.pipeline.joins_of(pool))
     numbers["null_keys"] = null_keys
     if null_keys:
         yield f"pending records with a null join key, which nothing will ever match: {null_keys}"
-
-
-def _null_keys(state: StagingState) -> int:
-    """The number of pending records with a null join key. Null equals nothing: such records stay pending for ever."""
-    count = 0
-    for item in state.ledger_files:
-        for batch in read_columns(state.uri(item), ["account.kind", "account.hash"]):
-            rows = pa.Table.from_batches([batch]).flatten()
-            null = pc.and_(pc.equal(rows["account.kind"], "pending"), pc.is_null(rows["account.hash"]))
-            count += pc.sum(null).as_py() or 0
-    return count
 
 
 _THREADS = 2

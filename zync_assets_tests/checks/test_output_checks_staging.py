@@ -250,6 +250,12 @@ class TestContiguousOutputOffsets:
         assert not contiguous_output_offsets(chain.pipeline, chain.new, [OffsetRange(0, 0, 7)]).passed
 
 
+def completed(rows: Rows) -> Rows:
+    """The account's rows, and the entry that completes each record with a null key."""
+    waiting = [row for row in rows if row["kind"] == "pending" and row["hash"] is None]
+    return [*rows, *({**row, "kind": "completed", "rule": None} for row in waiting)]
+
+
 class TestPendingAge:
     def test_the_oldest_and_the_null_key_are_reported(self, sound_chain: Chain) -> None:
         found = pending_age(sound_chain.pipeline, "Staging", now=1_700_000_000 + 90_000)
@@ -261,6 +267,15 @@ class TestPendingAge:
     def test_a_young_one_is_no_matter(self, chain: Chain) -> None:
         change_account(state_of(chain), edit(lambda row: {**row, "hash": 1}, kind="pending", hash=None))
         assert pending_age(chain.pipeline, "Staging", now=1_700_000_000 + 60).passed
+
+    def test_a_completed_record_and_a_held_one_have_no_null_key(self, chain: Chain) -> None:
+        """A rule without a join key holds a record under no hash."""
+        change_account(state_of(chain), edit(lambda row: {**row, "rule": "invoice-delete"}, kind="pending", hash=None))
+        assert pending_age(chain.pipeline, "Staging", now=1_700_000_000 + 60).numbers["null_keys"] == 0
+        change_account(state_of(chain), edit(lambda row: {**row, "rule": "new-invoice"}, rule="invoice-delete"))
+        assert pending_age(chain.pipeline, "Staging", now=1_700_000_000 + 60).numbers["null_keys"] == 1
+        change_account(state_of(chain), completed)
+        assert pending_age(chain.pipeline, "Staging", now=1_700_000_000 + 60).numbers["null_keys"] == 0
 
     def test_a_null_key_waits_for_ever(self, sound_chain: Chain) -> None:
         found = pending_age(sound_chain.pipeline, "Staging", max_age_seconds=time.time())
