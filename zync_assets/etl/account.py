@@ -34,11 +34,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Labels:
-    """``topics``: of the inputs, by place; ``rules`` and ``outs``: names and output topics of a pool's rules, by index;
-    ``views``: the indexes of the views. The sources of a view's output are counted once, when they become rows of a table.
-    ``waits``: the indexes of the rules whose records may wait for a row. ``since``: the time at which those of the batch begin to
-    wait. ``expiries``: by rule, why a record expires, null where quarantine does not list it. ``parts``: the index of a further
-    output of a rule → that of the rule's first output, for which the rule's records wait."""
+    """The names behind the numbers in result rows.
+
+    ``topics``: the input topics, by place. ``rules`` and ``outs``: the names and output topics of a pool's rules, by index.
+    ``views``: the indexes of the views. The account counts the sources of a view's output once, when they become rows of a
+    table. ``waits``: the indexes of the rules whose records may wait for a row. ``since``: the time at which the batch's
+    waiting records begin to wait. ``expiries``: by rule, the reason that quarantine gives for an expired record; None if an
+    expired record does not go into quarantine. ``parts``: the index of a rule's further output → the index of the rule's first
+    output. The rule's records wait for the first output.
+    """
 
     topics: Sequence[str]
     rules: Sequence[str]
@@ -53,7 +57,8 @@ class Labels:
         return None if index is None else self.rules[index]
 
     def taker(self, index: int | None) -> str | None:
-        """The rule that the records wait for of which an output was made."""
+        """The name of the rule that took the records of an output. Further outputs of a rule have the name of its first
+        output."""
         return None if index is None else self.rules[self.parts.get(index, index)]
 
     def of_topic(self, topic: str) -> str:
@@ -120,8 +125,8 @@ class Count(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """A batch's counts. ``out``: the output topic; ``topic``: the input's; the rest is as of Count. Without ``taker``, the
-    sources were pending for ``rule``."""
+    """One count of a batch. ``out``: the name of the output topic; ``topic``: the name of the input topic. The other fields are
+    those of ``Count``. Without ``taker``, the sources were pending for ``rule``."""
 
     kind: str
     out: str | None
@@ -185,8 +190,8 @@ class Sources:
 
 
 def counts(sources: Sources) -> list[Count]:
-    """Few, whatever the number of sources."""
-    # One number for all that they are counted by; a partition's takes 31 bits.
+    """Counts the result rows by kind, rule, taker and input partition. The list is short, however many sources there are."""
+    # One integer holds all values that rows are counted by. Its lower 31 bits are the partition.
     taker = np.where(sources.old, sources.taker, sources.rule)
     rules, takers, places = (int(codes.max(initial=0)) + 2 for codes in (sources.rule, taker, sources.place))
     code = (((sources.kind * rules + sources.rule + 1) * takers + taker + 1) * places + sources.place) * 2 + sources.old
@@ -351,7 +356,7 @@ def covering(marked: pa.Table) -> pa.Table:
     )
     classes = classes.append_column("count", pa.array(counts))
     classes = classes.filter(pc.invert(pc.is_in(classes["kind"], _EDGES)))
-    # Between an entry, or the begin of a range, and the next row of the same range.
+    # A gap lies between an entry (or the start of a range) and the next row of the same range. The records in a gap are done.
     gaps = np.flatnonzero(place[1:] & (first[1:] > end[:-1]) & pc.not_equal(rows["kind"], "close").to_numpy()[:-1])
     done_rows = rows.take(pa.array(gaps)).select(["topic", "partition"])
     done_rows = done_rows.append_column("kind", pa.repeat("done", len(gaps)))

@@ -130,8 +130,8 @@ class Transform:
 
 @dataclass(frozen=True)
 class ResultFrame:
-    """The result rows of a component. ``frame``: see ``kind``. ``outputs``: their topics. ``optional``: columns of some rules;
-    ``in_turn``: the rows have TURN."""
+    """The result rows of a component. ``frame``: a result frame (``etl.rules.kind``). ``outputs``: the component's output
+    topics. ``optional``: the columns that only some rules need. ``in_turn``: whether the rows have the column TURN."""
 
     frame: DataFrame
     outputs: frozenset[str]
@@ -141,7 +141,8 @@ class ResultFrame:
 
 @dataclass(frozen=True)
 class ResultRows:
-    """``frames``: of components that share no topic. ``joins``: rule → the definition of its join hashes."""
+    """The result frames of a batch, no two of which share a topic. ``joins``: rule → the definition of the rule's join
+    hashes."""
 
     frames: Sequence[ResultFrame]
     joins: Mapping[str, str]
@@ -212,9 +213,9 @@ def result_rows(
     views: ViewBatch | None = None,
     only: Collection[str] | None = None,
 ) -> ResultRows:
-    """The result rows of a batch. ``failures``: the records with a known failure, which go to no rule. ``columns``: a function
-    that returns the columns of outputs. ``views``: the views of the batch, and the rows that its records look up. ``only``: the
-    rules whose results are wanted, and there may be others; None: all.
+    """The result rows of a batch. ``failures``: the records that are known to fail. They go to no rule. ``columns``: a function
+    that returns the columns of outputs. ``views``: the views of the batch, with the rows that its records look up. ``only``:
+    the rules whose results the caller needs; None: all rules. The result may hold results of other rules too.
 
     Raises JoinsChanged if records are pending by hashes of another join.
     """

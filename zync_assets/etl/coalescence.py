@@ -45,14 +45,14 @@ def with_merged_outputs(
     placeholder: str | None,
     check: RowChecks | None = None,
 ) -> DataFrame:
-    """The result rows with merged outputs of a topic. ``targets``: rule → the columns of its outputs; ``placeholder``: Debezium's
-    of a value that is not sent; ``check``: of the topic's outputs."""
+    """The result rows, with the outputs of a topic merged by key. ``targets``: rule → the columns of its outputs.
+    ``placeholder``: Debezium's text for a value that it did not send. ``check``: the checks of the topic's outputs."""
     from pyspark.sql import functions as F
 
     indexes = [at for at, rule in enumerate(rules) if rule.out == topic and rule.name in targets]
     key = next((target.key[0] for target in targets.values() if target.key is not None), None)
     if not indexes or key is None or key not in results.columns:
-        # Without a key, no two changes are of one.
+        # Two outputs without a key are never changes of one key.
         return results
     is_keyed_output = f"kind = 'out' AND rule IN ({', '.join(map(str, indexes))}) AND {name_sql(key)} IS NOT NULL"
     columns = results.columns

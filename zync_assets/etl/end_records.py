@@ -44,7 +44,8 @@ class EndRecords(NamedTuple):
 
     @property
     def bounds(self) -> tuple[Longs, Longs]:
-        """The orders that the changes of later transactions alone have: a partition with one has all of a transaction."""
+        """For each transaction, the order from which on all changes belong to later transactions. A partition that has reached
+        this order has all changes of the transaction."""
         return self.later or (self.highs, self.lows)
 
     def bound(self, at: int) -> Order:

@@ -205,8 +205,8 @@ def applied(
 
 
 class DecidedRecord(NamedTuple):
-    """``fate``: ``ended``, ``waiting``, or None for a record that makes its output. ``order``, ``number``: its place among the
-    outputs, None for its own."""
+    """A record and the decision on it. ``fate``: ``ended`` or ``waiting``; None if the record makes its output. ``order`` and
+    ``number``: the place of the output among the outputs; None if the record's own place is kept."""
 
     partition: int
     offset: int

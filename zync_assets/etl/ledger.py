@@ -28,12 +28,12 @@ from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
 COMPACTION_FILES = 32
 """Ledger files in the table before a commit compacts them."""
 SMALL_ENTRIES = 200_000
-"""Entries of a file up to which it takes part."""
+"""The most entries of a small file."""
 COMPACTION_ENTRIES = 600_000
-"""Entries that are compacted at once, in half a second and some 200 MB; the next batch compacts what is left. Of two large
-files twice as many."""
+"""The most entries of small files that a commit compacts at once, in half a second and some 200 MB. The next batch compacts the
+rest. Two large files may have twice as many entries."""
 COMPACTION_GAIN = 0.75
-"""Share of its entries that two large files keep, at the most, to be replaced."""
+"""The compaction of two large files is worth its cost if it leaves at most this share of their entries."""
 _vain: RecentCache[frozenset[str], bool] = RecentCache(10_000)
 """The paths of two large files that are not worth a compaction. A ledger file never changes."""
 
@@ -50,7 +50,8 @@ def compact_ledger(state: StagingState, without: Collection[DataFile] = ()) -> t
     small = [item for item in files if item.records <= SMALL_ENTRIES]
     if len(small) < COMPACTION_FILES:
         return [], []
-    # Batches in their order: what waits in one is most often completed in one of the next.
+    # The files of neighbouring batches are compacted together. A record that waits after a batch is mostly completed by one of
+    # the next batches.
     small.sort(key=lambda item: item.path)
     reach = np.cumsum([item.records for item in small])
     compacted_files = small[: int(np.searchsorted(reach, COMPACTION_ENTRIES, side="right"))]
@@ -154,7 +155,7 @@ _FIELDS = ["rule", *PLACE, "hash", "text", "row"]
 NO_ENTRIES = pa.schema([ACCOUNT_TYPE.field(name) for name in _FIELDS]).empty_table()
 """No pending records."""
 WANTED = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("hash", pa.int64())])
-"""What is looked up."""
+"""The keys of a look-up. The look-up finds the pending records with the rule, the input topic and the hash of a key."""
 
 
 @dataclass(frozen=True)
@@ -293,12 +294,14 @@ def search(state: StagingState, lookup_keys: pa.Table) -> pa.Table:
 
 
 _NEXT = 1_000
-"""The number of oldest records, among the records that are not overdue. The oldest of them that waits tells the next time."""
+"""The number of records to keep among the records that are not yet overdue, the oldest first. The oldest record that still
+waits gives the time of the next look."""
 _AGED = pa.schema([("rule", pa.string()), *map(NO_ENTRIES.schema.field, [*PLACE, "hash"]), ("since", pa.int64())])
 
 
 def waiting_since(state: StagingState, rule: str, until: int) -> tuple[pa.Table, int | None]:
-    """The records that wait for a rule since before a time, with the column ``since``, and a time since which no other waits.
+    """Returns the records that began to wait for a rule before ``until``, with the column ``since``. Also returns the time
+    before which no other record began to wait.
 
     The times are milliseconds since the epoch. None if no other record waits since a known time.
     """

@@ -38,8 +38,8 @@ _ORDER = ("ords", "joined", "exact")
 
 
 class Numbering:
-    """The numbering of one attempt. ``uri``: of the staging table; ``folder``: of the attempt's files, below it; ``outputs``: the
-    positions before the batch."""
+    """The numbering of one attempt at a batch. ``uri``: the URI of the staging table. ``folder``: the folder below it for the
+    attempt's files. ``outputs``: the positions of the outputs before the batch."""
 
     def __init__(self, transform: Transform, uri: str, folder: str, outputs: Positions) -> None:
         self.transform, self.uri, self.folder, self.outputs = transform, uri, folder, outputs

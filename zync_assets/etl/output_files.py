@@ -186,7 +186,7 @@ def _encoding_failures(staged: TopicOutputs, outputs: pa.RecordBatch, labels: La
 
 
 def _null_fields(staged: TopicOutputs, outputs: pa.RecordBatch) -> list[FieldPath]:
-    """The required fields that are null all the same: where they are in the source, what they lie in is null there."""
+    """The required fields that are null in some outputs. In the source, the struct around such a field is null."""
     name = staging.value_column(staged.topic)
     return list(null_masks(outputs[name], staged.required)) if staged.required and name in staged.columns else []
 

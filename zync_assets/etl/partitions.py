@@ -119,8 +119,8 @@ def counts_of(outputs: Mapping[tuple[str, int], OutputPosition]) -> dict[str, in
 def topic_partitions(
     pipeline: Pipeline, head: Head, types: Mapping[str, OutputType], labels: Labels, counts: Mapping[str, int]
 ) -> tuple[dict[str, Partitions], dict[str, Partitioning]]:
-    """How the outputs of each topic are shared among its partitions, and what the account is to keep of that for the topics
-    with several partitions.
+    """Returns, for each topic, how its outputs are shared among its partitions. Also returns the partitioning that the account
+    keeps for each topic with several partitions.
 
     Registers the Avro schema of the first keys. EtlError if keys would change their partitions. Raises RegistryError.
     """

@@ -39,7 +39,8 @@ Side = tuple[str, str]
 
 
 class PendingRecords:
-    """Looked up when first asked for; ``release`` when the batch is done."""
+    """The pending records that match a batch's new records. ``look_up`` finds them. The caller calls ``release`` after the
+    batch."""
 
     def __init__(self, batch: EtlBatch) -> None:
         self.batch = batch
@@ -49,7 +50,7 @@ class PendingRecords:
         """rule, topic, partition, first"""
         self._spans: dict[Side, list[OffsetRange]] | None = None
         self._few = False
-        """Whether the places were found here, and need no release."""
+        """Whether the driver holds the places. Spark then has nothing to release."""
 
     def look_up(self, rule_records: Iterable[RuleRecords], *, small: bool) -> None:
         """Find the pending records that match the batch's new records, for every rule.
@@ -100,7 +101,8 @@ class PendingRecords:
         self._spans = dict(spans)
 
     def _look_up_in_files(self, state: StagingState, hashes: DataFrame) -> bool:
-        """In the ledger's files, without Spark; False where that does not do."""
+        """Finds the matches in the ledger's files, without Spark. Returns False if the ledger is too long or the matches are
+        too many."""
         lookup_keys = hashes.where("hash IS NOT NULL").toArrow()
         matches = look_up(state, lookup_keys.cast(WANTED))
         if matches is None or matches.num_rows > MOST_MATCHES:

@@ -42,11 +42,12 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 BATCH_RECORDS = 5_000_000
-"""Raw records of a batch, about: a batch ends with the file that reaches it, if not before."""
+"""The approximate number of raw records in a batch. A batch ends at the file that reaches this number, or at an earlier
+file."""
 
 
 class _Next(NamedTuple):
-    """A file in the order in which files are taken. ``since``: the time from which on its records are."""
+    """A file, in the order in which a batch takes files. ``since``: none of the file's records has an earlier time."""
 
     reached: int
     topic: str

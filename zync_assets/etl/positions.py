@@ -87,16 +87,16 @@ def arranged(
     ties: Sequence[str | Column] = (),
     unused: Sequence[str] = (),
 ) -> DataFrame:
-    """Result rows in buckets, sorted within each by ``ord``: ``columns`` of them, their ``bucket``, and ``starts``. The first
-    row of a bucket has in ``starts``, for each partition of each topic of ``outs``, how many outputs are in the buckets before.
-    Without buckets before, ``starts`` is null.
+    """Result rows in buckets, sorted by ``ord`` within each bucket, with ``columns``, ``bucket`` and ``starts``. In the first
+    row of a bucket, ``starts`` lists the number of outputs in the earlier buckets, for each partition of each topic of
+    ``outs``. Without earlier buckets, ``starts`` is null.
 
-    ``parts``: the names of the parts of ``ord``; ``outs``: the output topics;
-    ``together``: there is one bucket, and what comes before is made in the same task; ``query``: the number of that bucket, by
-    which the queries of one batch differ; ``ties``: further columns to sort rows with equal ``ord`` by; ``unused``: columns of
-    the rows that are not in ``columns``, and would be shuffled for nothing.
+    ``parts``: the names of the parts of ``ord``; ``outs``: the output topics; ``together``: there is one bucket, and one Spark
+    task computes and sorts its rows; ``query``: the number of that bucket, which differs between the queries of a batch;
+    ``ties``: further columns to sort rows with equal ``ord`` by; ``unused``: columns of the rows that are not in ``columns``,
+    and that the shuffle would move for nothing.
     """
-    # Numbers, each for itself: a number that comes first is what Spark sorts by, without a look at the row.
+    # Each part of ``ord`` is a column of its own. Spark then compares the first number without a look at the rest of the row.
     order = [f"ord.{name} AS ord_{name}" for name in parts]
     placed_rows = results.selectExpr(
         f"* EXCEPT ({', '.join(['ord', *unused])})",

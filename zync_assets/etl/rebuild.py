@@ -102,8 +102,8 @@ def rebuild_rows(transform: Transform) -> ResultRows:
 
 
 def _refuse_others(transform: Transform, recomputed: Recomputed) -> None:
-    """EtlError if the account changes, and another output topic would change too: records of that change would count as done
-    without an output."""
+    """Raises EtlError if the account changes and another output topic would change too. The account would call the records of
+    that change done, and they would have no output."""
     pipeline = transform.pipeline
     rules = event_rules(pipeline, transform.plan.pool)
     others = dict.fromkeys(rule.out for rule in rules if rule.out not in recomputed.topics)

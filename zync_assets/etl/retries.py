@@ -181,7 +181,7 @@ class Reopening:
     replays: Mapping[str, int] | None = None
     joins: frozenset[str] = frozenset()
     some: frozenset[tuple[str, str]] = frozenset()
-    """(rule, input topic) of records that wait for the rule, not all of which are looked at again."""
+    """Each rule and input topic of which the batch looks again at some waiting records, but not at all of them."""
 
     @property
     def parts(self) -> tuple[ClassRange, ...]:
@@ -193,7 +193,7 @@ class Reopening:
 
     @property
     def sides(self) -> frozenset[tuple[str, str]]:
-        """(rule, input topic) of the records that waited for the rule: all of that topic are looked at again."""
+        """Each rule and input topic of which the batch looks again at all waiting records."""
         return frozenset((item.rule, item.topic) for item in self.parts if item.rule is not None) - self.some
 
     def records(self) -> Counter[tuple[str, int]]:

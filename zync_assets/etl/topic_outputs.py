@@ -102,8 +102,9 @@ def staged_topic(
 def row_sql(
     topics: Sequence[TopicOutputs], labels: Labels, suspect: str, placeholder: str | None, *, lacking: bool = False
 ) -> list[str]:
-    """The columns of result rows that are written. ``suspect``: a condition that marks outputs that may be impossible to
-    encode; ``placeholder``: see ``unavailable``; ``lacking``: the rows have the column of that name (``etl.rules.kind``)."""
+    """The columns of result rows that a task writes. ``suspect``: a condition that marks outputs that may be impossible to
+    encode. ``placeholder``: Debezium's text for a value that it did not send (``etl.encodability``). ``lacking``: whether the
+    rows have the column LACKING (``etl.rules.kind``)."""
     columns = ["kind", "rule", "source", "last", "waited", "hash", f"coalesce({suspect}, false) AS suspect"]
     for at, staged in enumerate(topics):
         values, paths = {name: name_sql(name) for name in staged.columns}, "CAST(NULL AS array<string>)"
@@ -121,7 +122,8 @@ def row_sql(
             f"CAST({sql} AS {type_sql(spark_type(staged.columns[name]))}) AS side{side}"
             for side, (name, sql) in enumerate(values.items())
         )
-        # An array, of one or of none: a null struct would be a null in each of its fields, for the rows of other topics.
+        # The struct lies in an array, which is null in the rows of other topics. A null struct would be a null in each of its
+        # fields.
         part = [] if staged.partitions.sql is None else [f"{staged.partitions.sql} AS {PARTITION}"]
         output_struct = f"array(struct({', '.join([f'{paths} AS {LEFT_OUT}', *part, *sides])}))"
         columns.append(
@@ -132,7 +134,7 @@ def row_sql(
 
 @dataclass
 class OutputFile:
-    """One file under way, its next records waiting to be a row group."""
+    """A file of outputs that is being written. Its latest records wait in memory for the next row group."""
 
     uri: str
     path: str
@@ -192,6 +194,6 @@ def _writer(uri: str, schema: pa.Schema) -> pq.ParquetWriter:
         compression="snappy",
         use_dictionary=list(_REPEATED),  # type: ignore[arg-type]  # a list of names too
         column_encoding={"kafka.offset": "DELTA_BINARY_PACKED"},
-        # Rows are in order of offsets: of other columns the least and the most of a row group help nobody to skip it.
+        # Rows are sorted by offset. No reader could skip a row group by the statistics of another column.
         write_statistics=["kafka.offset"],  # type: ignore[arg-type]
     )

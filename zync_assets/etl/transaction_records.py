@@ -35,8 +35,8 @@ _events: RecentCache[str, Events] = RecentCache(2_000_000)
 
 _ID, _NUMBER = "id", "data_collection_order"
 AGAIN = 200_000
-"""Records of the transaction topic that Debezium may send again when it begins anew, at the most. Only ids without ends need
-to be known again."""
+"""The most records of the transaction topic that Debezium may send again after a restart. Where the ids of transactions hold no
+end, ETL reads END records this far back."""
 
 
 @dataclass(frozen=True)

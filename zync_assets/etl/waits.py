@@ -24,8 +24,8 @@ MOST_OVERDUE = 10_000
 
 @dataclass(frozen=True)
 class Waits:
-    """``overdue``: the records whose wait is over. ``oldest``: rule → the time, in milliseconds since the epoch, since which a
-    record may wait."""
+    """The waits of records for a row. ``overdue``: the records whose wait is over. ``oldest``: rule → a time in milliseconds
+    since the epoch. No record that still waits for the rule began to wait earlier."""
 
     overdue: tuple[ClassRange, ...] = ()
     oldest: Mapping[str, int] = field(default_factory=dict[str, int])

@@ -282,7 +282,8 @@ def _expecting(pipeline: Pipeline, item: Input, state: RawState, paths: Sequence
 def _with_newest(
     pipeline: Pipeline, item: Input, schema: pa.Schema, paths: Sequence[Path], ids: Mapping[str, Sequence[int]]
 ) -> pa.Schema:
-    """Columns with those of some missing fields that the newest schema has. ``ids``: side → its writers' schemas so far."""
+    """The columns, with the missing fields at ``paths`` that the registry's newest schema has. ``ids``: side → the ids of its
+    writer schemas so far."""
     for side in dict.fromkeys(path[0] for path in paths):
         newest = newest_type(pipeline, item, side, ids[side])
         if newest is None:

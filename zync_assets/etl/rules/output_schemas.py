@@ -253,7 +253,8 @@ def schema_groups(prints: pa.Array, left_out: pa.Array) -> pa.Array:
 
 
 def null_masks(values: pa.Array, required: Collection[FieldPath]) -> dict[FieldPath, Mask]:
-    """For each of some fields of a struct that are null in a row where the struct that they are in is not, in which.
+    """Required field → a mask of the rows in which the field is null and the struct around it is not null. A field without such
+    a row has no entry.
 
     ``values`` have the lake's names, and paths the topic's.
     """
@@ -283,8 +284,8 @@ def _place(type: pa.DataType, name: str) -> int:
 def nullable_groups(
     groups: pa.Array, group: str, values: pa.Array, required: Collection[FieldPath], side: str
 ) -> pa.Array:
-    """The groups, where ``group`` stands with the fields that the row has as null though its schema has no null for them:
-    behind a question mark."""
+    """The groups, with marks in the rows of ``group``. A mark is a question mark and the path of a required field that is null
+    in the row. The output schema then allows null for the field."""
     inside = pc.equal(groups, group)
     for path, mask in null_masks(values, required).items():
         marked = pc.binary_join_element_wise(groups, f"{_NULLABLE}{path_sql((side, *path))}", "\n")

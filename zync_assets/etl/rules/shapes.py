@@ -384,8 +384,8 @@ def is_envelope(value: DataType) -> bool:
 
 
 def key_fields(kind: DataType) -> str:
-    """The names of the fields of a key, nested ones too; an empty text for a key without fields. Keys of other fields are others,
-    also where these fields are null."""
+    """The names of a key's fields, nested fields too; an empty text for a key without fields. Keys with different field names
+    are different keys, even where the fields are null."""
     from pyspark.sql.types import StructType
 
     if not isinstance(kind, StructType):

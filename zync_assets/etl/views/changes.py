@@ -305,12 +305,12 @@ def _latest(
 
 
 def _order(kind: TableType) -> Sequence[str]:
-    """What the records of a key are compared by."""
+    """The fields by which the records of a key are sorted."""
     return ("high", "low", "partition", "offset") if kind.table.by_time else ("offset",)
 
 
 def _fold_sql(kind: TableType, placeholder: str | None, start: str) -> str:
-    """The last of ``rows``, in which each value that was not sent is the one before it."""
+    """SQL for the last of ``rows``. A value that Debezium did not send is taken from the row before."""
     from pyspark.sql.types import StructType
 
     assert isinstance(kind.state_row, StructType)
@@ -345,7 +345,7 @@ def _pairs(kind: TableType, records: TableRecords, placeholder: str | None, late
     )
     condition = f"old_key IS NULL OR {is_later}"
     if not kind.table.by_time:
-        # They fail.
+        # Keys in two partitions must stay in the frame, so that it fails (``_checked``).
         condition += " OR lowest <> old.partition OR highest <> old.partition"
     return latest.where(condition).selectExpr(
         "key",

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def checkpoint(frame: DataFrame, *, eager: bool = True) -> DataFrame:
-    """The frame, computed once: now, or by its first use. Its plan is short, whatever it was made from: plans of plans would
-    grow without end."""
+    """The frame, with its rows computed only once: now if ``eager``, else at the first use. Its plan reads the computed rows,
+    however long the plan before was. Otherwise, plans that contain plans would grow without end."""
     from pyspark import StorageLevel
 
     return frame.localCheckpoint(eager=eager, storageLevel=StorageLevel.DISK_ONLY)
@@ -28,9 +28,13 @@ def checkpoint(frame: DataFrame, *, eager: bool = True) -> DataFrame:
 
 @dataclass(frozen=True)
 class KeyFilter:
-    """Values that rows of an alias must have. ``frame``: the columns ``z_k0``, ``z_k1`` …, None for a ``span`` alone; ``own``:
-    the expressions over the alias that must equal them. ``column``: a plain column; ``listed``: its values as SQL, which say the
-    same as the frame; ``values``: the listed values; ``span``: in place of a list, its least and its greatest value."""
+    """A filter of an alias's rows by the values of expressions.
+
+    ``own``: the expressions over the alias. ``frame``: the allowed values, in the columns ``z_k0``, ``z_k1`` …; None if the
+    filter is a ``span`` alone. ``column``: a plain column among the expressions. ``values``: the allowed values of the column;
+    ``listed``: the same values as SQL. ``span``: the least and the greatest allowed value of the column, in place of a list.
+    ``null_safe``: whether null equals null.
+    """
 
     frame: DataFrame | None
     own: Sequence[str]

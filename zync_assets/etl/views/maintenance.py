@@ -84,7 +84,7 @@ class Maintenance:
 
     @property
     def all_new(self) -> bool:
-        """Whether all result rows are new ones."""
+        """Whether the view had no result rows before the batch."""
         return self.fresh or not any(self.before[alias].versions for alias in self.query.aliases)
 
     def results(self, target: OutputColumns, columns: Columns) -> DataFrame | None:
@@ -233,7 +233,8 @@ class Maintenance:
         frame = self.delta(alias).where("z_changed").select(V, ORD, CAUSE, name_sql(alias))
         origin = view.origin(alias, ends)
         if origin is not None:
-            # A row of the LEFT JOIN puts its own columns in the place of nulls: the keys with both count.
+            # A new row on the right of a LEFT JOIN replaces nulls in result rows. The keys with the nulls and with the row are
+            # touched.
             frame = self._before_and_after(frame, origin)
         substitutes: dict[str, str] = {}
         steps = view.path(alias if origin is None else origin.far, ends)

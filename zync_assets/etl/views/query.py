@@ -235,10 +235,12 @@ def _marked(frame: DataFrame, number: int) -> DataFrame:
 
 @dataclass
 class _Grouping:
-    """The columns of a GROUP BY: the leaves of shapes with and without an aggregate. ``keys``: fields of the key by their SQL.
+    """The columns of a GROUP BY: the leaves of shapes with and without an aggregate. ``keys``: SQL of a leaf → field of the
+    key.
 
-    What does not aggregate has one value in the rows of a key, or the key has several result rows. These are an error, or rows to
-    choose from: then they are grouped ``apart``.
+    A leaf without an aggregate should have one value in all rows of a key. With several values, the key has several result
+    rows. With ``apart``, the query also groups by these leaves, and a later step chooses a row. Without ``apart``, several rows
+    are an error.
     """
 
     keys: Mapping[str, str]

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 RUNS = 4
-"""Runs of about one size that are folded together. A run is the files of one write, those of replaced versions too: no key has a
-version in two of them. A batch of many new rows writes many files, none of which is in the way of another one."""
+"""The number of runs of similar size that a fold needs. A run is all files of one write, with the files of replaced versions.
+No key has a version in two files of a run. A batch of many new rows writes many files, and all of them are one run."""
 FILE_RECORDS = 1_000_000
 """Records of a folded file, about."""
 TASK_RECORDS, TASK_BYTES = 200_000, 8 << 20
@@ -95,8 +95,8 @@ def _records(files: Sequence[DataFile]) -> int:
 
 
 def fold_state(spark: SparkSession, before: StagingState | None) -> None:
-    """Fold the state of views' tables after a commit, where the table before the commit shows that this is due. A failure is
-    logged: a later commit tries again."""
+    """Fold the state of views' tables after a commit, if the table before the commit shows that a fold is due. A failure is
+    only logged: a later commit tries again."""
     if before is None or not any(due_files(state_files(before, table)) for table in stored_tables(before.head)):
         return
     with compaction.log_failures(before.table.uri):
@@ -106,7 +106,8 @@ def fold_state(spark: SparkSession, before: StagingState | None) -> None:
 
 
 def fold(spark: SparkSession, state: StagingState) -> int:
-    """Fold what is due, in one commit; the number of files that it replaced. CommitConflict if another writer was first."""
+    """Fold the files that are due, in one commit. Returns the number of replaced files. Raises CommitConflict if another writer
+    committed first."""
     uri, folder = state.table.uri, f"compact-{uuid.uuid4().hex}"
     reader = StateReader(spark, uri)
     folds: list[_Fold] = []

@@ -47,8 +47,8 @@ GROUP_RECORDS = 2_000
 FILE_RECORDS = 1_000_000
 """Entries of a file, about."""
 SHARE = 4
-"""A look-up asks the index if it reads at most this part of the entries, and of the rows: one of SHARE. For a larger part, Spark
-reads the column of all rows, which takes as long."""
+"""A look-up uses the index if it reads at most one in SHARE of the entries, and at most one in SHARE of the rows. For more
+rows, Spark reads the column of all rows, which takes as long."""
 
 
 def join_columns(rules: Iterable[Rule]) -> dict[str, list[str]]:
