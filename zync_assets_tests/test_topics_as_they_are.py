@@ -19,7 +19,7 @@ from confluent_kafka import Producer
 
 from zync_assets import runner
 from zync_assets.checks.output_checks import run_all
-from zync_assets.errors import DataLoss, ForeignRecord, RecordTooLarge, TopicMissing, TopicRecreated
+from zync_assets.errors import DataLoss, ForeignRecord, KafkaError, RecordTooLarge, TopicMissing, TopicRecreated
 from zync_assets.ingest.commit import commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import create_topic, delete_topic, high_watermark, topic_states
@@ -204,6 +204,33 @@ def test_what_a_topic_takes_is_asked_before_a_record_gets_a_number(make: Make) -
     it.publish()
     assert [value["id"] for value in it.values()] == [0, 2]
     assert it.classes(it.left) == {"done": 2, "quarantined": 1}
+
+
+def test_a_compacted_topic_takes_no_record_without_a_key(make: Make) -> None:
+    """Kafka refuses such a record, and would refuse it in each run. ETL finds it before it gets a number."""
+    it = make()
+    create_topic(it.pipeline.kafka, it.out, 1, 1, {"cleanup.policy": "compact,delete"})
+    it.send(it.left, row(0), (None, row(1)), row(2))
+    it.step()
+    it.publish()
+    assert [value["id"] for value in it.values()] == [0, 2]
+    assert it.classes(it.left) == {"done": 2, "quarantined": 1}
+
+
+def test_a_topic_that_is_compacted_once_its_records_are_staged_gets_none_without_a_key(make: Make) -> None:
+    it = make()
+    create_topic(it.pipeline.kafka, it.out, 1, 1, {})
+    it.send(it.left, row(0), (None, row(1)))
+    it.step()
+    configure(it.pipeline.kafka, it.out, cleanup_policy="compact")
+    with pytest.raises(
+        KafkaError, match=rf"offset 1 of {it.out}/0 has no key.*Remove `compact` from the cleanup.policy"
+    ):
+        it.publish()
+    assert high_watermark(it.pipeline.kafka, it.out, 0) == 0
+    assert open_publish_state(it.lake, "Staging", it.out).window is None
+    configure(it.pipeline.kafka, it.out, cleanup_policy="delete")
+    assert it.publish().records == 2
 
 
 @pytest.mark.parametrize("records", [0, 1, 5])

@@ -17,7 +17,7 @@ from zync_assets.etl import positions, source_rows
 from zync_assets.etl.account import Labels, labels_of
 from zync_assets.etl.coalescence import final_rows
 from zync_assets.etl.components import Component, components, whole
-from zync_assets.etl.encodability import size_limits
+from zync_assets.etl.encodability import output_limits
 from zync_assets.etl.failures import Failures
 from zync_assets.etl.frontier import OrderSpan
 from zync_assets.etl.hold import Hold
@@ -36,6 +36,7 @@ from zync_assets.etl.source_rows import NO_HELD_RULES, HeldRules, held_rules, ro
 from zync_assets.etl.views.batch import Stage, ViewBatch
 from zync_assets.etl.views.event_rows import row_frames
 from zync_assets.etl.views.tables import declared_frame
+from zync_assets.kafka.topics import RecordLimits
 from zync_assets.lake import raw
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
@@ -98,9 +99,9 @@ class Transform:
         return Stage(*place, self.rules, self.ordering, self.rows, reads, *about)
 
     @cached_property
-    def limits(self) -> Mapping[str, int]:
+    def limits(self) -> Mapping[str, RecordLimits]:
         """Output topic → the most bytes of a record, as far as it is known."""
-        return size_limits(self.pipeline, self.types)
+        return output_limits(self.pipeline, self.types)
 
     @cached_property
     def bounds(self) -> list[Bound]:

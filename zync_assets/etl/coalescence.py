@@ -20,6 +20,7 @@ from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.rules.assignment import without_dropped
 from zync_assets.etl.rules.kind import LACKING, LATER, LATER_IN_TURN, TURN, OutputColumns
 from zync_assets.etl.rules.shapes import key_fields
+from zync_assets.kafka.topics import RecordLimits
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark.sql import name_sql, text_sql
 
@@ -96,14 +97,14 @@ def final_rows(
     outputs: Collection[str],
     types: Mapping[str, OutputType],
     labels: Labels,
-    limits: Callable[[], Mapping[str, int]],
+    limits: Callable[[], Mapping[str, RecordLimits]],
     *,
     together: bool,
     held: bool,
 ) -> DataFrame:
     """The result rows of a batch, without dropped outputs, and with merged ones.
 
-    ``outputs``: the topics of the rows. ``limits``: returns the most bytes of a record of each (``encodability.size_limits``).
+    ``outputs``: the topics of the rows. ``limits``: returns the records that each takes (``encodability.output_limits``).
     ``together``: one task runs the whole batch. ``held``: an output is held.
     """
     results = without_dropped(results, [rule for rule in rules if rule.out in outputs])

@@ -26,7 +26,7 @@ from zync_assets.etl.account import Labels
 from zync_assets.etl.failures import Failure, Place
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.rules.output_schemas import parse_group
-from zync_assets.kafka.topics import known_limits, new_topic_config, topic_states
+from zync_assets.kafka.topics import RecordLimits, has_compaction, known_limits, new_topic_config, topic_states
 from zync_assets.lake import staging
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.publish.encoding import RowSchema, encoder_of, payloads, row_schema, without_fields
@@ -185,7 +185,7 @@ LARGE = 1_000_000
 a lower limit that neither Kafka's answer nor ``create`` shows. Publish then finds a record over the limit before it
 announces the record's window. A higher ``max.message.bytes`` lets the record pass."""
 
-_MAX_BYTES = "max.message.bytes"
+_MAX_BYTES, _POLICY = "max.message.bytes", "cleanup.policy"
 _AROUND = 100
 """An upper limit for the bytes of a record batch around the key, value and headers of its one record."""
 
@@ -228,7 +228,7 @@ def row_checks(
     labels: Labels,
     kind: OutputType,
     present: Collection[str],
-    limits: Mapping[str, int],
+    limits: Mapping[str, RecordLimits],
     *,
     texts: bool = False,
 ) -> RowChecks | None:
@@ -248,8 +248,12 @@ def row_checks(
     schemas = max((_schema_bytes(kind.topic, text) for text in kind.texts.values()), default=0)
     sizes = [f"least(size({{0}}source), {MOST_SOURCES + 1}) * {most_source_bytes(labels.topics)}"]
     sizes = [*(sizes if item.provenance else ()), str(schemas + _AROUND)]
+    topic_limits = limits.get(kind.topic, RecordLimits(LARGE))
+    if topic_limits.needs_key:
+        key = staging.key_column(kind.topic)
+        odd.append(f"{name_sql(key)} IS NULL" if any(name == key for name, _ in sides) else "true")
     condition = " OR ".join(f"coalesce({part}, false)" for part in odd) or "false"
-    return RowChecks(condition, min(LARGE, limits.get(kind.topic, LARGE)), sides, sizes)
+    return RowChecks(condition, min(LARGE, topic_limits.size), sides, sizes)
 
 
 def side_format(item: Output, column: str) -> str:
@@ -263,10 +267,10 @@ def suspect_sql(
     labels: Labels,
     types: Mapping[str, OutputType],
     present: Collection[str],
-    limits: Mapping[str, int],
+    limits: Mapping[str, RecordLimits],
 ) -> str:
     """A condition for result rows (see ``etl.rules.kind``) with the columns ``present``: an output that may be impossible to
-    encode; null or false: it is not. ``limits``: see ``size_limits``."""
+    encode; null or false: it is not. ``limits``: see ``output_limits``."""
     checks = {topic: row_checks(pipeline, labels, kind, present, limits) for topic, kind in types.items()}
     suspects = ((labels.of_topic(topic), check.suspect) for topic, check in checks.items() if check is not None)
     cases = [f"WHEN rule IN ({rules}) THEN {suspect}" for rules, suspect in suspects]
@@ -292,9 +296,11 @@ def text_problems(rows: pa.RecordBatch, columns: Collection[str]) -> dict[int, s
     return problems
 
 
-def encoding_errors(topic: str, texts: Mapping[str, str], limit: int | None, rows: pa.RecordBatch) -> dict[int, str]:
+def encoding_errors(
+    topic: str, texts: Mapping[str, str], limits: RecordLimits | None, rows: pa.RecordBatch
+) -> dict[int, str]:
     """Why rows can't be sent, by index. ``rows``: as they are staged, their texts UTF-8; ``texts``: output schemas by
-    fingerprint; ``limit``: bytes of a record batch, if known."""
+    fingerprint; ``limits``: the records that the topic takes, if known."""
     # Here: nearly every batch does without the Kafka client.
     from zync_assets.kafka.writer import oversize_records
 
@@ -304,17 +310,24 @@ def encoding_errors(topic: str, texts: Mapping[str, str], limit: int | None, row
 
     encoded_rows = payloads(topic, rows, schema_of)
     errors = dict(encoded_rows.errors)
-    if limit is not None:
+    if limits is not None:
         record_batch = pa.RecordBatch.from_arrays(encoded_rows.columns, names=["key", "value", "headers"])
-        for index, size in oversize_records(record_batch, limit):
-            errors.setdefault(index, f"it takes {size} bytes, and {topic} takes {limit} at most (max.message.bytes)")
+        for index, size in oversize_records(record_batch, limits.size):
+            errors.setdefault(
+                index, f"it takes {size} bytes, and {topic} takes {limits.size} at most (max.message.bytes)"
+            )
+        keys = record_batch["key"] if limits.needs_key else pa.array([], pa.binary())
+        for index in keys.is_null().to_numpy(zero_copy_only=False).nonzero()[0].tolist():
+            errors.setdefault(
+                index, f"it has no key, and {topic} is compacted: Kafka takes no record without a key there"
+            )
     return errors
 
 
-def size_limits(pipeline: Pipeline, topics: Collection[str]) -> dict[str, int]:
-    """Topic → its ``max.message.bytes``. For a missing topic, the value that ``create`` will give the topic.
+def output_limits(pipeline: Pipeline, topics: Collection[str]) -> dict[str, RecordLimits]:
+    """Topic → the records that it takes. For a missing topic, the records that it takes once ``create`` has made it.
 
-    Topics whose limit is unknown are left out.
+    Topics whose limits are unknown are left out.
     """
     limits = known_limits(pipeline.kafka, list(topics))
     creates = {topic: create for topic in topics if (create := pipeline.output(topic).create) is not None}
@@ -323,8 +336,14 @@ def size_limits(pipeline: Pipeline, topics: Collection[str]) -> dict[str, int]:
     absent = {topic for topic, limit in limits.items() if limit is None}
     if hidden:
         absent |= set(hidden) - topic_states(pipeline.kafka, hidden).keys()
-    limit_by_topic = {topic: limit for topic, limit in limits.items() if limit is not None}
+    limits_by_topic = {topic: limit for topic, limit in limits.items() if limit is not None}
     for topic, create in creates.items():
-        if topic in absent or (topic not in limit_by_topic and _MAX_BYTES in create.config):
-            limit_by_topic[topic] = new_topic_config(pipeline.kafka, create.config)[1]
-    return limit_by_topic
+        if topic in absent or (topic not in limits_by_topic and _MAX_BYTES in create.config):
+            config, size = new_topic_config(pipeline.kafka, create.config)
+            limits_by_topic[topic] = RecordLimits(size, has_compaction(config.get(_POLICY, "")))
+    return limits_by_topic
+
+
+def config_of(limits: RecordLimits) -> dict[str, str]:
+    """The configuration of a topic that takes the same records."""
+    return {_MAX_BYTES: str(limits.size), **({_POLICY: "compact"} if limits.needs_key else {})}

@@ -18,24 +18,24 @@ from zync_assets.conflicts import retried
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
 from zync_assets.etl.commit import commit_staging
-from zync_assets.etl.encodability import size_limits
+from zync_assets.etl.encodability import config_of, output_limits
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, Recomputed, plan_etl, read_raw, transform
 from zync_assets.etl.rebuild import event_rules, rebuild_events_plan
+from zync_assets.kafka.topics import RecordLimits
 from zync_assets.lake import raw, staging, storage, tables
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import CreateTopic, Output, Pipeline
 from zync_assets.spark.session import Session
 
-_MAX_BYTES = "max.message.bytes"
 
-
-def scratch(pipeline: Pipeline, prefix: str, lake: str, limits: Mapping[str, int] | None = None) -> Pipeline:
+def scratch(pipeline: Pipeline, prefix: str, lake: str, limits: Mapping[str, RecordLimits] | None = None) -> Pipeline:
     """The pipeline with scratch pools in ``lake``. ``prefix``: of the names of its output topics; ``limits``: output topic → the
-    largest record that it takes."""
+    records that it takes."""
 
     def output(item: Output) -> Output:
-        config = {_MAX_BYTES: str(limits[item.topic])} if limits and item.topic in limits else {}
+        topic_limits = (limits or {}).get(item.topic)
+        config = {} if topic_limits is None else config_of(topic_limits)
         create = CreateTopic(1, 1, config)
         return replace(item, topic=prefix + item.topic, create=create, start_at="empty", partition_by=None)
 
@@ -113,7 +113,7 @@ def _scratch_pool(pipeline: Pipeline, pool: str, prefix: str) -> Pipeline:
     outputs = tuple(replace(item, pool=f"~rebuild/{pool}") for item in pipeline.outputs if item.topic in outs)
     # A commit of the scratch pool may end within a transaction: nobody reads it.
     event_pipeline = replace(pipeline, outputs=outputs, rules=rules, transactions=None, on_rule_change="continue")
-    return scratch(event_pipeline, prefix, pipeline.lake, size_limits(pipeline, outs))
+    return scratch(event_pipeline, prefix, pipeline.lake, output_limits(pipeline, outs))
 
 
 def _remove_other_pool(scratch_pipeline: Pipeline, uri: str, prefix: str, pipeline: Pipeline, pool: str) -> None:

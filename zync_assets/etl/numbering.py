@@ -23,6 +23,7 @@ from zync_assets.etl.result_checks import Positions
 from zync_assets.etl.rules import assignment
 from zync_assets.etl.rules.kind import LACKING, TURN, OutputColumns
 from zync_assets.etl.topic_outputs import TopicOutputs, row_sql, staged_topic
+from zync_assets.kafka.topics import RecordLimits
 from zync_assets.lake import raw, staging
 from zync_assets.lake.head import Partitioning
 from zync_assets.pipeline import Rule
@@ -88,7 +89,7 @@ class Numbering:
         return Results(transform.spark, queries, small=small, measured=measured, records=records)
 
     def _query(
-        self, at: int, frame: ResultFrame, bounds: Sequence[Bound], limits: Mapping[str, int], hold: Hold
+        self, at: int, frame: ResultFrame, bounds: Sequence[Bound], limits: Mapping[str, RecordLimits], hold: Hold
     ) -> ResultQuery:
         """The query of some rows. ``at``: its number in the batch."""
         transform, labels = self.transform, self.transform.labels

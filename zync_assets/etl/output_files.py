@@ -178,7 +178,7 @@ def _encoding_failures(staged: TopicOutputs, outputs: pa.RecordBatch, labels: La
     if is_suspect.any():
         places = np.flatnonzero(is_suspect)
         rows = staged.rows(outputs.take(pa.array(places)), 0, labels)
-        error_by_index = encoding_errors(staged.topic, staged.texts, staged.limit, rows)
+        error_by_index = encoding_errors(staged.topic, staged.texts, staged.limits, rows)
         errors |= {int(places[index]): text for index, text in error_by_index.items()}
     for index, text in sorted(errors.items()):
         row = outputs.slice(index, 1).select(["source", "last", "rule"]).to_pylist()[0]

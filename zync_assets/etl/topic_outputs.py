@@ -21,6 +21,7 @@ from zync_assets.etl.partitions import ONE, PARTITION, Partitions
 from zync_assets.etl.rules.kind import LACKING
 from zync_assets.etl.rules.output_schemas import FieldPath
 from zync_assets.etl.rules.shapes import type_sql
+from zync_assets.kafka.topics import RecordLimits
 from zync_assets.lake import staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.spark.sql import name_sql
@@ -41,7 +42,7 @@ LEFT_OUT = "left_out"
 class TopicOutputs:
     """One topic's outputs in a batch. ``folder``: below the table; ``next``: the batch's first offset in each partition, from
     0 on; ``columns``: the topic's own, with their types; ``schemas``: fingerprints of output schemas by the rule's index;
-    ``texts``: output schemas by fingerprint; ``limit``: bytes that a record batch may have, if that is known; ``required``:
+    ``texts``: output schemas by fingerprint; ``limits``: the records that the topic takes, if known; ``required``:
     fields of values that the schemas have no null for."""
 
     topic: str
@@ -50,7 +51,7 @@ class TopicOutputs:
     columns: Mapping[str, pa.DataType]
     schemas: Sequence[str]
     texts: Mapping[str, str]
-    limit: int | None
+    limits: RecordLimits | None
     required: Sequence[FieldPath] = ()
     partitions: Partitions = ONE
 
@@ -83,7 +84,12 @@ class TopicOutputs:
 
 
 def staged_topic(
-    kind: OutputType, folder: str, next: Sequence[int], labels: Labels, limit: int | None, partitions: Partitions
+    kind: OutputType,
+    folder: str,
+    next: Sequence[int],
+    labels: Labels,
+    limits: RecordLimits | None,
+    partitions: Partitions,
 ) -> TopicOutputs:
     """The outputs of a topic in a batch. The parameters are those of ``TopicOutputs``."""
     return TopicOutputs(
@@ -93,7 +99,7 @@ def staged_topic(
         kind.columns,
         [kind.targets[name].fingerprint if name in kind.targets else "" for name in labels.rules],
         {kind.targets[name].fingerprint: text for name, text in kind.texts.items()},
-        limit,
+        limits,
         tuple(kind.required),
         partitions,
     )

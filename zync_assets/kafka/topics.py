@@ -37,7 +37,16 @@ LAST_LOOK = 0.3
 """Seconds before the deadline in which an answer is not asked for again."""
 DEFAULT_LIMIT = 1_048_588
 """Kafka's default of ``message.max.bytes``."""
-_MAX_BYTES = "max.message.bytes"
+_MAX_BYTES, _POLICY = "max.message.bytes", "cleanup.policy"
+
+
+@dataclass(frozen=True)
+class RecordLimits:
+    """The records that a topic takes. ``size``: the bytes of the largest record batch (``max.message.bytes``). ``needs_key``:
+    whether each record needs a key, as in a compacted topic (``cleanup.policy``)."""
+
+    size: int
+    needs_key: bool = False
 
 
 @dataclass(frozen=True)
@@ -307,21 +316,32 @@ def delete_topic(kafka: Mapping[str, str], topic: str) -> None:
         time.sleep(0.05)
 
 
-def max_message_bytes(kafka: Mapping[str, str], topic: str) -> int:
-    """The topic's ``max.message.bytes``: the size in bytes of the largest record batch that it takes."""
-    return int(_setting(kafka, topic, _MAX_BYTES))
+def record_limits(kafka: Mapping[str, str], topic: str) -> RecordLimits:
+    """The records that a topic takes."""
+    return _limits(_settings(kafka, topic))
 
 
-def known_limits(kafka: Mapping[str, str], topics: Sequence[str], timeout: float = 2.0) -> dict[str, int | None]:
-    """The ``max.message.bytes`` of those ``topics`` whose configuration may be seen, None for a topic that is not there.
+def _limits(settings: Mapping[str, Any]) -> RecordLimits:
+    return RecordLimits(int(settings[_MAX_BYTES].value), has_compaction(str(settings[_POLICY].value)))
+
+
+def has_compaction(policy: str) -> bool:
+    """Whether a ``cleanup.policy`` compacts: ``compact``, or ``compact,delete``."""
+    return "compact" in policy
+
+
+def known_limits(
+    kafka: Mapping[str, str], topics: Sequence[str], timeout: float = 2.0
+) -> dict[str, RecordLimits | None]:
+    """The records that those ``topics`` take whose configuration may be seen, None for a topic that is not there.
     No entry for the others, and for none where no broker answers in time."""
     ask = Question(kafka, f"asking for the configuration of {_topic_list(topics)}", timeout, "DescribeConfigs")
     resources = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
-    limits: dict[str, int | None] = {}
+    limits: dict[str, RecordLimits | None] = {}
     for resource, future in ask(lambda admin, budget: admin.describe_configs(resources, request_timeout=budget)):
         topic = str(resource.name)
         try:
-            limits[topic] = int(ask.answer(future, topic)[_MAX_BYTES].value)
+            limits[topic] = _limits(ask.answer(future, topic))
         except TopicMissing:
             limits[topic] = None
         except KafkaError:
@@ -363,26 +383,26 @@ def _broker_limit(kafka: Mapping[str, str]) -> int:
 
 def is_compacted(kafka: Mapping[str, str], topic: str) -> bool:
     """Whether compaction may take records out of the topic's middle (``cleanup.policy``)."""
-    return "compact" in _setting(kafka, topic, "cleanup.policy")
+    return has_compaction(str(_settings(kafka, topic)[_POLICY].value))
 
 
 def refuse_broker_times(kafka: Mapping[str, str], topic: str) -> None:
     """KafkaError for a topic whose broker replaces the timestamps of records (``message.timestamp.type``)."""
-    if _setting(kafka, topic, "message.timestamp.type") == "LogAppendTime":
+    if _settings(kafka, topic)["message.timestamp.type"].value == "LogAppendTime":
         raise KafkaError(
             f"topic {topic} has message.timestamp.type=LogAppendTime: the broker replaces the timestamps of its records."
             " Set CreateTime, or use another topic."
         )
 
 
-def _setting(kafka: Mapping[str, str], topic: str, name: str) -> str:
+def _settings(kafka: Mapping[str, str], topic: str) -> Mapping[str, Any]:
     ask = Question(kafka, f"asking for the configuration of {topic}", WAIT, "DescribeConfigs")
     resource = ConfigResource(ResourceType.TOPIC, topic)
 
-    def question() -> str:
+    def question() -> Mapping[str, Any]:
         wait = ask.attempt()
         answers = ask(lambda admin, _: admin.describe_configs([resource], request_timeout=wait))
-        return str(next(ask.answer(future, topic) for _, future in answers)[name].value)
+        return next(ask.answer(future, topic) for _, future in answers)
 
     return ask.await_leaders(question)
 

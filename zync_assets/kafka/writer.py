@@ -26,7 +26,7 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import BrokerUnavailable, DataLoss, ForeignRecord, KafkaError, RecordTooLarge
 from zync_assets.kafka.client import Connection
 from zync_assets.kafka.reader import read_range
-from zync_assets.kafka.topics import high_watermark, max_message_bytes
+from zync_assets.kafka.topics import high_watermark, record_limits
 from zync_assets.kafka.zero_copy import Handover, Report, has_headers
 
 STALL_SECONDS = 120.0
@@ -98,7 +98,8 @@ class SharedProducer:
     """
 
     def __init__(self, kafka: Mapping[str, str], topic: str) -> None:
-        self.limit = max_message_bytes(kafka, topic)
+        limits = record_limits(kafka, topic)
+        self.limit, self.needs_key = limits.size, limits.needs_key
         self.writers: dict[int, InOrder] = {}
         """By partition. Each writer adds itself."""
         # librdkafka takes 1000 bytes at least.

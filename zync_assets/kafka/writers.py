@@ -21,9 +21,10 @@ import pyarrow as pa
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, Message
 
-from zync_assets.errors import ForeignRecord, RecordTooLarge
+from zync_assets.codecs.arrays import pc
+from zync_assets.errors import ForeignRecord, KafkaError, RecordTooLarge
 from zync_assets.kafka.client import Connection
-from zync_assets.kafka.topics import high_watermark, high_watermarks, max_message_bytes
+from zync_assets.kafka.topics import high_watermark, high_watermarks, record_limits
 from zync_assets.kafka.writer import (
     BATCH_OVERHEAD,
     PROMISES,
@@ -33,6 +34,15 @@ from zync_assets.kafka.writer import (
     batch_size,
 )
 from zync_assets.offsets import OffsetRange
+
+
+def key_error(topic: str, partition: int, offset: int) -> KafkaError:
+    """The error for a record without a key that a compacted topic does not take."""
+    return KafkaError(
+        f"the record for offset {offset} of {topic}/{partition} has no key, and Kafka takes no such record in a compacted topic."
+        f" Remove `compact` from the cleanup.policy of {topic}, then run it again"
+    )
+
 
 Windows = Mapping[int, Sequence[pa.RecordBatch]]
 """Partition → the next records to write."""
@@ -70,10 +80,16 @@ class Writers:
         for writer in self._writers.values():
             writer.__exit__(kind, error, trace)
 
-    def check_sizes(self, windows: Windows) -> None:
-        """RecordTooLarge if any of the records that are to be written next is larger than the topic takes."""
+    def check_records(self, windows: Windows) -> None:
+        """RecordTooLarge if any of the records that are to be written next is larger than the topic takes. KafkaError if the
+        topic takes no record without a key, and a record has none."""
         for partition, window in windows.items():
-            self._writers[partition].check_sizes(window)
+            writer = self._writers[partition]
+            writer.check_sizes(window)
+            if self._producer.needs_key:
+                keys = pa.chunked_array([batch.column("key") for batch in window], pa.binary())
+                if keys.null_count:
+                    raise key_error(self._topic, partition, writer.sent + pc.index(pc.is_null(keys), True).as_py())
 
     def marks(self, windows: Windows) -> dict[int, tuple[int, int]]:
         """Partition → the offset after the window that is to be written next, and the offset below which each record is at its
@@ -144,7 +160,8 @@ class TimedWriter:
     """
 
     def __init__(self, kafka: Mapping[str, str], topic: str, partition: int, first: int) -> None:
-        self._limit = max_message_bytes(kafka, topic)
+        limits = record_limits(kafka, topic)
+        self._limit, self._needs_key = limits.size, limits.needs_key
         self._kafka, self._topic, self._partition = kafka, topic, partition
         self._first = self.sent = self.confirmed = first
         self._doing = f"writing {topic}/{partition}"
@@ -167,9 +184,12 @@ class TimedWriter:
             self._producer.purge()
         self._producer.flush(0.1)
 
-    def check_sizes(self, records: Iterable[TimedRecord]) -> None:
-        """RecordTooLarge if the topic does not take one of the records that are to be written next."""
+    def check_records(self, records: Iterable[TimedRecord]) -> None:
+        """RecordTooLarge if one of the records that are to be written next is larger than the topic takes. KafkaError if the
+        topic takes no record without a key, and a record has none."""
         for number, record in enumerate(records):
+            if self._needs_key and record.key is None:
+                raise key_error(self._topic, self._partition, self.sent + number)
             if record.most > self._limit and (size := record.size) > self._limit:
                 raise RecordTooLarge(
                     f"the record for offset {self.sent + number} of {self._topic}/{self._partition} takes {size} bytes, and"

@@ -369,8 +369,8 @@ def _send(
     ):
         for windows_by_part in encoded_windows:
             _check_rival(target.topic, publish_states, announcements)
-            # a. Measure every record: a record that can't be sent leaves no announcement.
-            writers.check_sizes(windows_by_part)
+            # a. Check every record: a record that can't be sent leaves no announcement.
+            writers.check_records(windows_by_part)
             # b. Announce a window of each partition, with the schemas of its rows.
             marks = writers.marks(windows_by_part)
             announcements |= marks

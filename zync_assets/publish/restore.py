@@ -229,7 +229,7 @@ class _Place:
             self._compare(iter(last), max(high - 1, min(self._low(), high)), high)
         with TimedWriter(self.pipeline.kafka, self.topic, self.partition, high) as writer:
             for window in _windows(record_iterator):
-                writer.check_sizes(window)
+                writer.check_records(window)
                 state = self._commit(state, writer.sent + len(window), writer.confirmed)
                 crash_point("restore:announced")
                 writer.write(window)

@@ -14,7 +14,7 @@ from zync_assets.checks.output_checks import run_all
 from zync_assets.cli.main import main
 from zync_assets.errors import BadRecords, EtlError, SchemaError
 from zync_assets.etl import failure_search, failures
-from zync_assets.kafka.topics import max_message_bytes
+from zync_assets.kafka.topics import record_limits
 from zync_assets.lake import staging
 from zync_assets.lake.quarantine_table import EVERYTHING, quarantined_records
 from zync_assets.local.services import Services
@@ -413,7 +413,7 @@ def test_a_topic_that_is_not_there_yet_takes_what_its_brokers_take(make: Make) -
     assert [value["id"] for value in it.values()] == [1, 3]
     assert f"{it.out} takes 1048588 at most" in failing(it)[it.left, 1][1]
     assert it.publish().records == 2
-    assert max_message_bytes(it.pipeline.kafka, it.out) == 1_048_588
+    assert record_limits(it.pipeline.kafka, it.out).size == 1_048_588
     sound(it)
 
 

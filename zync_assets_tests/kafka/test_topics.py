@@ -49,7 +49,7 @@ def test_asking_for_a_missing_topic_does_not_create_it(kafka: dict[str, str], un
         with pytest.raises(TopicMissing, match=unique):
             ask()
     with pytest.raises(TopicMissing, match=unique):
-        topics.max_message_bytes(kafka, unique)
+        topics.record_limits(kafka, unique)
     assert topic_states(kafka, [unique]) == {}
 
 
@@ -101,7 +101,7 @@ def test_creating_a_topic_that_is_there_gives_its_state(kafka: dict[str, str], t
 def test_a_created_topic_has_its_configuration(kafka: dict[str, str], unique: str) -> None:
     created = create_topic(kafka, unique, 3, 1, {"max.message.bytes": "12345"})
     assert [item.partition for item in created.partitions] == [0, 1, 2]
-    assert topics.max_message_bytes(kafka, unique) == 12345
+    assert topics.record_limits(kafka, unique).size == 12345
 
 
 def test_a_refused_creation_says_why(kafka: dict[str, str], unique: str) -> None:

@@ -13,7 +13,7 @@ from confluent_kafka import Producer
 from zync_assets.errors import BrokerUnavailable, DataLoss, ForeignRecord, KafkaError, RecordTooLarge, TopicMissing
 from zync_assets.kafka import writer
 from zync_assets.kafka.reader import read_range
-from zync_assets.kafka.topics import create_topic, high_watermark
+from zync_assets.kafka.topics import RecordLimits, create_topic, high_watermark
 from zync_assets.kafka.writer import InOrder
 from zync_assets.kafka.zero_copy import HEADERS
 from zync_assets_tests.kafka.conftest import Fill
@@ -212,7 +212,7 @@ def test_a_broker_that_stops_answering_is_given_up(
     kafka: dict[str, str], topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "STALL_SECONDS", 1.0)
-    monkeypatch.setattr(writer, "max_message_bytes", lambda *_: 1_000_000)
+    monkeypatch.setattr(writer, "record_limits", lambda *_: RecordLimits(1_000_000))
     monkeypatch.setattr(writer, "high_watermark", lambda *_: 0)
     with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1 .*up to offset 0"):
         write_in_order({"bootstrap.servers": "127.0.0.1:1"}, topic, 0, 0, [numbered(0, 10)])

@@ -37,7 +37,7 @@ def test_each_record_lands_at_its_offset_in_its_partition(kafka: dict[str, str],
                 part.partition: [numbered(first, 1_000), numbered(first + 1_000, 1_000)]
                 for part in PARTS[first // 2000 :]
             }
-            writers.check_sizes(windows)
+            writers.check_records(windows)
             marks = writers.marks(windows)
             assert {partition: window for partition, (window, _) in marks.items()} == dict.fromkeys(
                 windows, first + 2_000
@@ -59,7 +59,7 @@ def test_an_error_in_one_partition_ends_all_writers(kafka: dict[str, str], three
         made.write({part.partition: [numbered(0, 3)] for part in PARTS})
     assert high_watermarks(kafka, three, range(3))[1] == 1
     with pytest.raises(RecordTooLarge, match="offset 3 of"), Writers(kafka, three, PARTS[2:], REBUILD) as made:
-        made.check_sizes({2: [numbered(0, 3), batch([b"x" * 3_000])]})
+        made.check_records({2: [numbered(0, 3), batch([b"x" * 3_000])]})
 
 
 @pytest.mark.parametrize("refused", [0, 2_500])
