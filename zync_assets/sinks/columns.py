@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +31,7 @@ from zync_assets.sinks.fold import (
     Mask,
     PartialRecords,
     Records,
+    changed,
 )
 from zync_assets.sinks.target import Column, TableSpec, Target, checked_times, in_units, time_of
 from zync_assets.spark.sql import name_sql
@@ -45,7 +45,10 @@ NO_VALUE = "value IS NULL"
 """The condition of a tombstone."""
 _COORDINATE_TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
 _ENVELOPE = {"before", "after", "op"}
-_JSON = "map('ignoreNullFields', 'false', 'timestampFormat', 'yyyy-MM-dd\\'T\\'HH:mm:ss.SSSSSSXXX')"
+_JSON = (
+    r"map('ignoreNullFields', 'false', 'timestampFormat', 'yyyy-MM-dd\'T\'HH:mm:ss.SSSSSSXXX',"
+    r" 'timestampNTZFormat', 'yyyy-MM-dd\'T\'HH:mm:ss.SSSSSS')"
+)
 
 
 @dataclass(frozen=True)
@@ -207,34 +210,6 @@ def _deletes(batch: pa.RecordBatch) -> pa.BooleanArray:
     if deletes.null_count:
         raise TargetRefused("an envelope without `after` changes a row only if its op is d")
     return deletes
-
-
-def changed(function: str, rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows after the user's function. SinkError if the function can't be imported, fails, or returns something else;
-    TargetRefused if it fails on the value of a record."""
-    module, _, name = function.partition(":")
-    try:
-        call = getattr(import_module(module), name)
-    except Exception as error:
-        raise SinkError(
-            f"before: function {function}: {_error_text(error)}. Put its module on the path of Spark's workers."
-        ) from None
-    try:
-        new_rows = call(rows)
-    except Exception as error:
-        # Any other error is a defect of the function. It would put every record aside.
-        if rows.num_rows and isinstance(error, (ValueError, ArithmeticError)):
-            raise TargetRefused(f"before: function {function} fails: {_error_text(error)}") from error
-        raise SinkError(
-            f"before: function {function} failed: {_error_text(error)}. Correct it, and run again."
-        ) from error
-    if not isinstance(new_rows, pa.RecordBatch) or new_rows.num_rows != rows.num_rows:
-        raise SinkError(f"before: function {function} must return an Arrow batch of as many rows as it gets.")
-    return new_rows
-
-
-def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
 
 
 def make_layout(

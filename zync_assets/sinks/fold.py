@@ -13,13 +13,15 @@ if the row is there already. ``0``: the column stays. SET is null if the change 
 The column OFFSET has the offset of the key's last record. The column CREATION has the offset of the first record after the last
 delete that makes the row if it is not there; null if no record does.
 
-``PartialRecords`` says which records leave out a field that an expression names.
+``PartialRecords`` says which records leave out a field that an expression names. ``changed`` applies the user's function to
+rows before their fold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,7 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.fields import fields_of, lacking
 from zync_assets.codecs.spark_types import original_name, spark_type
+from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.spark import frames
 from zync_assets.spark.sql import is_placeholder, name_sql, path_sql, text_sql
 
@@ -216,3 +219,31 @@ class PartialRecords:
         for item, _ in named_fields:
             if (condition := self.unset(item)) is not None:
                 yield f"coalesce({condition}, false)"
+
+
+def changed(function: str, rows: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows after the user's function. SinkError if the function can't be imported, fails, or returns something else;
+    TargetRefused if it fails on the value of a record."""
+    module, _, name = function.partition(":")
+    try:
+        call = getattr(import_module(module), name)
+    except Exception as error:
+        raise SinkError(
+            f"before: function {function}: {_error_text(error)}. Put its module on the path of Spark's workers."
+        ) from None
+    try:
+        new_rows = call(rows)
+    except Exception as error:
+        # Any other error is a defect of the function. It would put every record aside.
+        if rows.num_rows and isinstance(error, (ValueError, ArithmeticError)):
+            raise TargetRefused(f"before: function {function} fails: {_error_text(error)}") from error
+        raise SinkError(
+            f"before: function {function} failed: {_error_text(error)}. Correct it, and run again."
+        ) from error
+    if not isinstance(new_rows, pa.RecordBatch) or new_rows.num_rows != rows.num_rows:
+        raise SinkError(f"before: function {function} must return an Arrow batch of as many rows as it gets.")
+    return new_rows
+
+
+def _error_text(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, time
+from datetime import UTC, datetime, time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from zync_assets.codecs.fields import field_with_notes
 from zync_assets.errors import SinkError, TargetRefused
+from zync_assets.lake.raw import open_raw
 from zync_assets.pipeline import Sink, SinkMode, SinkTable
 from zync_assets.sinks.columns import IS_DELETE, Layout, make_layout
 from zync_assets.sinks.fold import OFFSET
 from zync_assets.sinks.sqlite import SqliteTarget
+from zync_assets.sinks.steps import sink_all
+from zync_assets_tests.bench.data import append_raw
+from zync_assets_tests.pipeline_file.problems import loaded
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 HERE = "zync_assets_tests.sinks.functions"
 
@@ -200,3 +212,50 @@ def test_a_field_that_a_staged_record_leaves_out_meets_no_condition_and_fails_no
     made = make_layout(sink, table, SqliteTarget(""), sides, "", schemas, None, {})
     left_out = "coalesce(arrays_overlap(left_out, array('value.n', 'value.n.a', 'value.v')), false)"
     assert made.update_sql == f"schema IN ('none', 'some') OR {left_out}"
+
+
+RAW = """\
+kafka: {bootstrap.servers: localhost}
+lake: ./lake
+inputs:
+  - {topic: rows, pool: Raw, key-format: string, value-format: json, schema: "id bigint"}
+sinks:
+  - {name: shop, type: sqlite, url: shop.db, from: [Raw.rows], table: rows, OPTIONS}
+"""
+
+
+def written(
+    spark: SparkSession,
+    folder: Path,
+    records: Sequence[tuple[Any, Any]],
+    key: pa.DataType,
+    value: pa.DataType,
+    options: str,
+) -> list[tuple[Any, ...]]:
+    """The rows of SQLite after a sink with some options has written further raw records: pairs of key and value."""
+    state = open_raw(f"{folder}/lake", "Raw", "rows")
+    start = state.next[0] if state else 0
+    offsets = np.arange(start, start + len(records))
+    keys, values = (pa.array([record[side] for record in records], kind) for side, kind in enumerate((key, value)))
+    append_raw(f"{folder}/lake", "Raw", "rows", offsets, keys, values, pa.array(offsets))
+    list(sink_all(loaded(folder, RAW.replace("OPTIONS", options)), lambda: spark))
+    return asked(folder, "SELECT * FROM rows ORDER BY 1")
+
+
+def asked(folder: Path, statement: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(folder / "shop.db") as connection:
+        return connection.execute(statement).fetchall()
+
+
+def test_times_inside_a_struct_keep_their_microseconds(spark: SparkSession, tmp_path: Path) -> None:
+    at = datetime(2024, 1, 2, 3, 4, 5, 123456)
+    inner = pa.struct([("local", pa.timestamp("us")), ("instant", pa.timestamp("us", "UTC"))])
+    kind = pa.struct([("it", inner), ("list", pa.list_(pa.timestamp("us")))])
+    value = {"it": {"local": at, "instant": at.replace(tzinfo=UTC)}, "list": [at, None]}
+    assert written(spark, tmp_path, [("a", value)], pa.string(), kind, "key: [key]") == [
+        (
+            "a",
+            '{"local":"2024-01-02T03:04:05.123456","instant":"2024-01-02T03:04:05.123456Z"}',
+            '["2024-01-02T03:04:05.123456",null]',
+        )
+    ]
