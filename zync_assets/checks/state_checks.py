@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -102,7 +103,7 @@ def rows_match(pipeline: Pipeline, session: Session, sink: Sink, table: SinkTabl
     """
     subject = sink_subject(sink, table)
     if isinstance(target := open_target(sink), FilesTarget):
-        return _objects_are_whole(pipeline, sink, table, target)
+        return _objects_are_plain(pipeline, sink, table, target)
     if sink.mode == "insert" and (sink.key or target.whole_records):
         return conclude(ROWS_MATCH, subject, "error", [], "not compared: appended rows have no unique key", {})
     for _ in range(LOOKS):
@@ -121,7 +122,7 @@ def rows_match(pipeline: Pipeline, session: Session, sink: Sink, table: SinkTabl
     return conclude(ROWS_MATCH, subject, "error", [problem], "", {})
 
 
-def _objects_are_whole(pipeline: Pipeline, sink: Sink, table: SinkTable, target: FilesTarget) -> CheckResult:
+def _objects_are_plain(pipeline: Pipeline, sink: Sink, table: SinkTable, target: FilesTarget) -> CheckResult:
     """Each object of the sink is there, or a longer object in its place, and can be read."""
     subject = sink_subject(sink, table)
     try:
@@ -238,7 +239,7 @@ def _is_readable(target: Target, spec: TableSpec, column: Column) -> bool:
     try:
         for batch in target.rows(replace(spec, columns=(column,), key=())):
             for row in batch.to_pylist():
-                _text(row[column.name], as_json=column.as_json)
+                _text(row[column.name], column)
     except _MISFITS:
         return False
     return True
@@ -286,16 +287,34 @@ def _key_text(value: Any, *, as_json: bool) -> str:
 
 def _values(spec: TableSpec, row: dict[str, Any]) -> str:
     """The values outside the key, as texts that are equal where the values are."""
-    return json.dumps([_text(row[column.name], as_json=column.as_json) for column in spec.others])
+    return json.dumps([_text(row[column.name], column) for column in spec.others])
 
 
-def _text(value: Any, *, as_json: bool) -> Any:
-    if as_json and value is not None:
-        return json.loads(value)
+def _text(value: Any, column: Column) -> Any:
+    if column.as_json and value is not None:
+        return _plain(json.loads(value), column.type)
     if isinstance(value, float):
         # A database may keep no sign of a zero.
         return [repr(value or 0.0)]
     return value if value is None or isinstance(value, str) else [repr(value)]
+
+
+def _plain(value: Any, kind: pa.DataType) -> Any:
+    """A value out of JSON, in a form that equal values share. ``kind``: its type in the source.
+
+    A row that was written before a field came lacks the field, which equals a null. A time may have more zeros in its fraction.
+    """
+    if pa.types.is_struct(kind) and isinstance(value, dict):
+        types = {item.name: item.type for item in kind}
+        return {name: _plain(item, types.get(name, pa.null())) for name, item in value.items() if item is not None}
+    if pa.types.is_map(kind) and isinstance(value, dict):
+        return {name: _plain(item, kind.item_type) for name, item in value.items()}
+    if pa.types.is_list(kind) and isinstance(value, list):
+        return [_plain(item, kind.value_type) for item in value]
+    if pa.types.is_timestamp(kind) and isinstance(value, str):
+        with suppress(ValueError):
+            return datetime.fromisoformat(value).isoformat()
+    return value
 
 
 def _is_same(source_value: Any, table_value: Any) -> bool:

@@ -14,8 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from zync_assets.checks.state_checks import rows_match
 from zync_assets.codecs.fields import field_with_notes
 from zync_assets.errors import SinkError, TargetRefused
+from zync_assets.lake.check_results import CheckResult
 from zync_assets.lake.raw import open_raw
 from zync_assets.pipeline import Sink, SinkMode, SinkTable
 from zync_assets.sinks.columns import IS_DELETE, Layout, make_layout
@@ -247,6 +249,12 @@ def asked(folder: Path, statement: str) -> list[tuple[Any, ...]]:
         return connection.execute(statement).fetchall()
 
 
+def comparison(spark: SparkSession, folder: Path, options: str) -> CheckResult:
+    pipeline = loaded(folder, RAW.replace("OPTIONS", options))
+    (sink,) = pipeline.sinks
+    return rows_match(pipeline, lambda: spark, sink, sink.tables[0])
+
+
 def test_times_inside_a_struct_keep_their_microseconds(spark: SparkSession, tmp_path: Path) -> None:
     at = datetime(2024, 1, 2, 3, 4, 5, 123456)
     inner = pa.struct([("local", pa.timestamp("us")), ("instant", pa.timestamp("us", "UTC"))])
@@ -259,3 +267,31 @@ def test_times_inside_a_struct_keep_their_microseconds(spark: SparkSession, tmp_
             '["2024-01-02T03:04:05.123456",null]',
         )
     ]
+
+
+def test_a_field_that_came_later_equals_a_null_in_rows_that_were_written_before(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    options, inner = "key: [key]", [("a", pa.int64()), ("at", pa.timestamp("us"))]
+
+    def kind(*more: tuple[str, pa.DataType]) -> pa.DataType:
+        it = pa.struct([*inner, *more])
+        return pa.struct([("it", it), ("list", pa.list_(it)), ("map", pa.map_(pa.string(), it))])
+
+    def record(key: str, **more: object) -> tuple[str, object]:
+        it = {"a": 1, "at": datetime(2024, 1, 2, 3, 4, 5, 123000), **more}
+        return key, {"it": it, "list": [it], "map": [("k", it)]}
+
+    first = written(spark, tmp_path, [record("a"), record("b")], pa.string(), kind(), options)
+    second = written(spark, tmp_path, [record("c", n=None)], pa.string(), kind(("n", pa.string())), options)
+    assert second[:2] == first
+    assert ['"n":null' in text for text in second[2][1:]] == [True] * 3
+    assert comparison(spark, tmp_path, options).passed
+    # Earlier versions wrote milliseconds.
+    asked(tmp_path, "UPDATE rows SET it = replace(it, '.123000', '.123')")
+    assert comparison(spark, tmp_path, options).passed
+    for key, column, change in (("a", "list", "'}]', ',\"n\":\"x\"}]'"), ("b", "it", "'\"a\":1', '\"a\":2'")):
+        asked(tmp_path, f"UPDATE rows SET {column} = replace({column}, {change}) WHERE key = '{key}'")
+    result = comparison(spark, tmp_path, options)
+    assert not result.passed
+    assert "key='a': another value in list; key='b': another value in it." in result.summary
