@@ -92,7 +92,20 @@ class FilesTarget(Target):
         with _lake_errors():
             complete(self.root, _name(place), archive.open_state(self.root, _name(place)))
         self.drop(dead)
-        yield run_name(place)
+        run = run_name(place)
+        try:
+            yield run
+        except Exception:
+            # The process lives on, so that no later run would take the loads for a killed run's.
+            with suppress(SinkError, CommitConflict):
+                self.drop(self._unnamed_loads(place, run))
+            raise
+
+    def _unnamed_loads(self, place: Place, run: str) -> list[str]:
+        """The loads of a run that no promise needs: the state of the place does not name them."""
+        with _lake_errors():
+            named = archive.open_state(self.root, _name(place)).loads
+        return [name for name in self.tables() if name.startswith(run) and name not in named]
 
     def tables(self) -> Sequence[str]:
         with _lake_errors():

@@ -166,6 +166,30 @@ def test_a_run_that_dies_after_its_commit_keeps_its_promise(tmp_path: Path, monk
     assert target.tables() == []
 
 
+def test_a_batch_that_fails_leaves_only_the_loads_that_its_commit_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = FilesTarget(str(tmp_path))
+    batch, other = rows(1, 20), f"{PLACE.load_prefix}{process_mark()[:-1]}x_0"
+    load(target, other, batch)
+    for point, loads_left in (("sink:merging", 0), ("sink:merged", 1)):
+
+        def failing(name: str, point: str = point) -> None:
+            if name == point:
+                raise OSError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("zync_assets.sinks.files.crash_point", failing)
+            with pytest.raises(SinkError, match="the disk is full"), target.run(PLACE) as name:
+                loads = load(target, f"{name}0", batch)
+                target.merge(Merge(PLACE, SPEC, ORIGIN, {0: None, 1: None}, {0: 100, 1: 100}, loads))
+            # The load of another run stays.
+            assert target.tables() == sorted([*[f"{name}0"] * loads_left, other])
+    with target.run(PLACE):
+        assert kept(target) == batch
+    assert target.tables() == [other]
+
+
 def test_a_batch_whose_files_are_gone_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = FilesTarget(str(tmp_path))
     first, second = rows(1, 40)[:10], rows(1, 40)[10:20]
