@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 COLUMNS = ("topic", "key", "old", "new")
+_LOG = "_delta_log"
 
 
 @dataclass(frozen=True)
@@ -120,27 +121,43 @@ def _copy_raw(pipeline: Pipeline, folder: Path) -> None:
 
 
 def _copy(source: str, target: str) -> None:
+    """Copy a file or a table. ZyncError if a file is removed meanwhile."""
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        _copy_log_first(source, target)
+    except (FileNotFoundError, shutil.Error) as error:
+        reason = error.args[0][0][-1] if isinstance(error, shutil.Error) else error
+        raise ZyncError(
+            f"{source} can't be copied whole: {reason}. Another command may have removed the file meanwhile. Nothing was"
+            " compared. Run the command again."
+        ) from None
+
+
+def _copy_log_first(source: str, target: str) -> None:
+    """The log first: a commit that comes meanwhile adds files that the copied log does not name."""
     system, path = storage.filesystem(source)
     [info] = system.get_file_info([path])
-    Path(target).parent.mkdir(parents=True, exist_ok=True)
     if info.type == fs.FileType.NotFound or Path(target).exists():
         return
-    if info.type == fs.FileType.File and not storage.is_store(source):
-        shutil.copy2(source, target)
-        return
-    # The log first: a commit that comes meanwhile adds files that the copied log does not name.
-    if not storage.is_store(source):
-        for part in ("_delta_log", "."):
-            shutil.copytree(Path(source) / part, Path(target) / part, copy_function=_link, dirs_exist_ok=True)
-        return
     if info.type == fs.FileType.File:
-        _download(system, path, target)
+        if storage.is_store(source):
+            _download(system, path, target)
+        else:
+            shutil.copy2(source, target)
         return
-    inside = system.get_file_info(fs.FileSelector(path))
-    for item in sorted(inside, key=lambda item: item.base_name != "_delta_log"):
+    if not storage.is_store(source):
+        shutil.copytree(Path(source, _LOG), Path(target, _LOG), copy_function=_link)
+        # Without the log: its second copy could name files that this listing lacks.
+        without_log = shutil.ignore_patterns(_LOG)
+        shutil.copytree(source, target, ignore=without_log, copy_function=_link, dirs_exist_ok=True)
+        return
+    Path(target, _LOG).mkdir(parents=True)
+    _download(system, f"{path}/{_LOG}", str(Path(target, _LOG)))
+    for item in system.get_file_info(fs.FileSelector(path)):
         place = Path(target, item.base_name)
-        (place if item.type == fs.FileType.Directory else place.parent).mkdir(parents=True, exist_ok=True)
-        _download(system, item.path, str(place))
+        if item.base_name != _LOG:
+            (place if item.type == fs.FileType.Directory else place.parent).mkdir(parents=True, exist_ok=True)
+            _download(system, item.path, str(place))
 
 
 def _download(system: fs.FileSystem, path: str, target: str) -> None:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
+from deltalake import DeltaTable, write_deltalake
 
+from zync_assets.cli import diff
 from zync_assets.cli.main import main
+from zync_assets.errors import ZyncError
 from zync_assets.kafka.registry import Registry
+from zync_assets.lake import storage
+from zync_assets.lake.stores import with_environment
 from zync_assets.local.services import Services
+from zync_assets.pipeline import LakeUri
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 from zync_assets_tests.s3 import S3
 from zync_assets_tests.test_s3 import zync
@@ -166,6 +175,70 @@ def test_a_lake_in_a_bucket(services: Services, s3: S3, spark: SparkSession, tmp
     lines = [line for line in zync("diff", path, other, "--format", "json").splitlines() if line.startswith("{")]
     assert [json.loads(line)["new"]["l"] for line in lines] == ["L0", "L1", "L2"]
     assert sorted(files(s3.folder / "lakes" / unique)) == before
+
+
+def commit(uri: str, number: int, options: Mapping[str, str] | None = None) -> None:
+    write_deltalake(uri, pa.table({"n": [number]}), mode="append", storage_options=dict(options or {}))
+
+
+def numbers(folder: Path) -> list[int]:
+    return sorted(DeltaTable(folder).to_pyarrow_table()["n"].to_pylist())
+
+
+def test_a_commit_while_a_table_is_copied_tears_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every folder that is copied after the log comes after a further commit."""
+    source, target = str(tmp_path / "table"), tmp_path / "copy"
+    commit(source, 0)
+    copytree, calls = shutil.copytree, list[object]()
+
+    def copytree_after_commit(*arguments: Any, **keywords: Any) -> Any:
+        if calls:
+            commit(source, len(calls))
+        calls.append(arguments)
+        return copytree(*arguments, **keywords)
+
+    monkeypatch.setattr(shutil, "copytree", copytree_after_commit)
+    diff._copy(source, str(target))  # pyright: ignore[reportPrivateUsage]
+    assert len(calls) > 1
+    assert numbers(target) == [0]
+    assert numbers(Path(source)) == list(range(len(calls)))
+
+
+@pytest.mark.slow
+def test_a_commit_while_a_table_in_a_bucket_is_copied_tears_nothing(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unique: str
+) -> None:
+    source = LakeUri(f"s3://lakes/{unique}/table", with_environment("s3://lakes", s3.settings, {}))
+    options = storage.delta_options(source)
+    commit(source, 0, options)
+    download, calls = diff._download, list[object]()  # pyright: ignore[reportPrivateUsage]
+
+    def download_after_commit(*arguments: Any) -> None:
+        calls.append(arguments)
+        commit(source, len(calls), options)
+        download(*arguments)
+
+    monkeypatch.setattr(diff, "_download", download_after_commit)
+    diff._copy(source, str(tmp_path / "copy"))  # pyright: ignore[reportPrivateUsage]
+    assert len(calls) > 1
+    assert numbers(tmp_path / "copy") == [0, 1]
+
+
+def test_a_file_that_is_removed_while_a_table_is_copied_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "table"
+    commit(str(source), 0)
+    link = diff._link  # pyright: ignore[reportPrivateUsage]
+
+    def link_after_removal(path: str, target: str) -> None:
+        if path.endswith(".parquet"):
+            Path(path).unlink()
+        link(path, target)
+
+    monkeypatch.setattr(diff, "_link", link_after_removal)
+    with pytest.raises(ZyncError, match=r"table can't be copied whole: .*\.parquet.*Run the command again"):
+        diff._copy(str(source), str(tmp_path / "copy"))  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("arguments", [[], ["shop.yaml"]])
