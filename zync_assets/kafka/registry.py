@@ -239,7 +239,7 @@ def _request_once(config: RegistryConfig, request: Callable[[], T], label: str) 
             f"{at}: no token could be had (HTTP status {error.status_code}): {label}; check bearer.auth.client.id,"
             " bearer.auth.client.secret and bearer.auth.issuer.endpoint.url of registry"
         ) from None
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, httpx.InvalidURL) as error:
         raise RegistryError(f"{at}: {label}: {_redact(str(error), config)}; check `registry:`") from None
 
 

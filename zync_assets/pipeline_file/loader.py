@@ -50,7 +50,18 @@ DEFAULT_LAKE = "./lake"
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _HTTP = re.compile(r"https?://[^\s/]")
-_WRONG_URL = "must begin with http:// or https:// and a host"
+
+
+def _url_fault(urls: str) -> str | None:
+    """The fault of one or more addresses of HTTP, without their text; None if there is none."""
+    for url in urls.split(","):
+        if not _HTTP.match(url.strip()):
+            return "must begin with http:// or https:// and a host"
+        try:
+            _ = urlsplit(url.strip()).port
+        except ValueError:
+            return "has a host or a port that is none; write it as http://host:8081. In a password, write / as %2F"
+    return None
 
 
 def read_lake(fields: Fields, path: Path, env: Mapping[str, str]) -> str:
@@ -107,8 +118,8 @@ def _check(fields: Fields, store: StoreKind, settings: Mapping[str, str]) -> Non
             f"is no setting of {store.name}; there are {word_list(names)}, and delta-rs's own storage options"
             f" ({store.prefix}…){suggestion(name, names)}",
         )
-    if not _HTTP.match(settings.get("endpoint", "http://h")):
-        fields.problem("endpoint", _WRONG_URL)
+    if fault := _url_fault(settings.get("endpoint", "http://h")):
+        fields.problem("endpoint", fault)
     # A misspelt setting may be the partner.
     if not unknown and ("access-key-id" in settings) != ("secret-access-key" in settings):
         key, partner = sorted(("access-key-id", "secret-access-key"), key=lambda name: name not in settings)
@@ -149,8 +160,8 @@ def default_registry(env: Mapping[str, str]) -> RegistryConfig | None:
     SetupError for a variable that is no URL.
     """
     url = env.get("SCHEMA_REGISTRY_URL")
-    if url and not _HTTP.match(url):
-        raise SetupError(f"the environment variable SCHEMA_REGISTRY_URL {_WRONG_URL}")
+    if url and (fault := _url_fault(url)):
+        raise SetupError(f"the environment variable SCHEMA_REGISTRY_URL {fault}")
     return RegistryConfig(url) if url else home_registry(env)
 
 
@@ -175,8 +186,8 @@ def home_registry(env: Mapping[str, str]) -> RegistryConfig | None:
     url, user, password = (values.pop(key, "") for key in _REGISTRY)
     if not url:
         return None
-    if not url.startswith(("http://", "https://")):
-        raise PipelineFileError(str(path), [Problem(0, "url", "must begin with http:// or https://")])
+    if fault := _url_fault(url):
+        raise PipelineFileError(str(path), [Problem(0, "url", fault)])
     return RegistryConfig(url, {**({"basic.auth.user.info": f"{user}:{password}"} if user else {}), **values})
 
 
@@ -340,8 +351,8 @@ def _registry(fields: Fields, env: Mapping[str, str], has_avro: bool) -> Registr
         if hint := suggestion(key, ("url",)):
             registry.problem(key, f"is no property of the registry's client{hint}")
     url = properties.pop("url", DEFAULT_REGISTRY)
-    if not _HTTP.match(url):
-        registry.problem("url", _WRONG_URL)
+    if fault := _url_fault(url):
+        registry.problem("url", fault)
     return RegistryConfig(url, properties)
 
 

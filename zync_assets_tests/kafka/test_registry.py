@@ -40,6 +40,13 @@ def registry(services: Services) -> Registry:
     return Registry(RegistryConfig(services.registry_url))
 
 
+@pytest.mark.parametrize("url", ["http://host:abc", "http://[::1"])
+def test_an_address_that_is_none_is_an_error_of_the_registry(url: str) -> None:
+    with pytest.raises(RegistryError, match=r"listing subjects: .*; check `registry:`$") as caught:
+        Registry(RegistryConfig(url)).subjects()
+    assert not isinstance(caught.value, RegistryUnavailable)
+
+
 def test_a_registered_schema_comes_back_by_id(registry: Registry, unique: str) -> None:
     id = registry.register(f"{unique}-value", ORDER)
     assert json.loads(registry.schema(id)) == json.loads(ORDER)

@@ -359,6 +359,14 @@ ERRORS = [
     ("inputs:", "kafka: here\ninputs:", 1, "kafka", "must be a mapping, not text"),
     ("inputs:", "kafka:\n  a.b: [1]\ninputs:", 2, "kafka.a.b", "must be one value, not a list"),
     ("inputs:", "registry:\n  url: localhost\ninputs:", 2, "registry.url", "http:// or https://"),
+    ("inputs:", "registry:\n  url: http://host:abc\ninputs:", 2, "registry.url", "has a host or a port that is none"),
+    (
+        "inputs:",
+        "registry: {url: 'http://a:1,http://b:99999'}\ninputs:",
+        1,
+        "registry.url",
+        "write it as http://host:8081",
+    ),
     ("inputs:", "lake: file:x\nspark: {master: a, remote: b}\ninputs:", 2, "spark.remote", "excludes master"),
     ("inputs:", "spark: {master: lokal}\ninputs:", 1, "spark.master", "must be local, local[N], local[*], spark://"),
     ("inputs:", "spark: {master: 'local[0]'}\ninputs:", 1, "spark.master", "must be local"),
@@ -705,6 +713,9 @@ def test_a_registry_of_the_environment_that_is_no_url_is_named(tmp_path: Path) -
     (problem,) = problems(tmp_path, text, SCHEMA_REGISTRY_URL="registry:8081")
     assert problem.key == "registry"
     assert "environment variable SCHEMA_REGISTRY_URL must begin with http:// or https:// and a host" in problem.message
+    (problem,) = problems(tmp_path, text, SCHEMA_REGISTRY_URL="http://me:hunter2/x@registry:8081")
+    assert "environment variable SCHEMA_REGISTRY_URL has a host or a port that is none" in problem.message
+    assert "hunter2" not in problem.message
     (problem,) = problems(tmp_path, "kafka: {security.protocol: '${PW}'}\n" + text, PW="hunter2")
     assert "hunter2" not in str(problem)
 
