@@ -179,23 +179,25 @@ def parse_line(text: str, number: int) -> Line:
 
 
 def _headers(document: dict[str, Any], number: int) -> tuple[tuple[str, bytes | None], ...]:
-    headers = document.get("headers") or []
-    pairs = (
-        headers.items()
-        if isinstance(headers, dict)
-        else [(item["key"], item.get("value")) for item in _objects(headers)]
-    )
-    # confluent-kafka would cut such a name off at its zero byte.
-    if any(not isinstance(name, str) or "\0" in name for name, _ in pairs):
-        raise ZyncError(f"line {number}: the name of a header must be text without the character U+0000")
     try:
+        pairs = _header_pairs(document.get("headers"))
+        # confluent-kafka would cut such a name off at its zero byte.
+        if any(not isinstance(name, str) or "\0" in name for name, _ in pairs):
+            raise ZyncError(f"line {number}: the name of a header must be text without the character U+0000")
         return tuple((name, None if value is None else text_bytes(value)) for name, value in pairs)
-    except (ValueError, KeyError):
+    except (ValueError, TypeError, KeyError):
         raise ZyncError(f'line {number}: headers must be like [{{"key": "name", "value": "text"}}]') from None
 
 
-def _objects(items: Any) -> list[dict[str, Any]]:
-    return [item for item in items if isinstance(item, dict) and "key" in item] if isinstance(items, list) else []
+def _header_pairs(headers: Any) -> list[tuple[Any, Any]]:
+    """Names and values. TypeError or KeyError for headers of another form."""
+    if headers is None:
+        return []
+    if isinstance(headers, dict):
+        return list(headers.items())
+    if not isinstance(headers, list) or not all(isinstance(item, dict) for item in headers):
+        raise TypeError
+    return [(item["key"], item.get("value")) for item in headers]
 
 
 def render(

@@ -75,3 +75,18 @@ def test_lines() -> None:
     for name in ("null", "5", '"a\\u0000b"'):
         with pytest.raises(ZyncError, match="line 7: the name of a header must be text without the character U"):
             parse_line(f'{{"value": 1, "headers": [{{"key": {name}}}]}}', 7)
+    assert parse_line('{"value": 1, "headers": null}', 1) == Line(1)
+    assert parse_line('{"value": 1, "headers": []}', 1) == Line(1)
+    assert parse_line('{"value": 1, "headers": {"a": "b"}}', 1) == Line(1, headers=(("a", b"b"),))
+    for headers in (
+        '"a"',
+        '""',
+        "5",
+        "0",
+        "false",
+        '["a"]',
+        '[{"key": "a", "value": "b"}, {"value": "c"}]',
+        '{"a": 5}',
+    ):
+        with pytest.raises(ZyncError, match=r'line 7: headers must be like \[{"key": "name", "value": "text"}\]'):
+            parse_line(f'{{"value": 1, "headers": {headers}}}', 7)
