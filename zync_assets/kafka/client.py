@@ -201,7 +201,9 @@ class Connection:
         }
 
     def _note(self, error: ClientError) -> None:
-        self.trouble = error
+        # A sum of the brokers that are down gives no reason.
+        if self.trouble is None or error.code() != ClientError._ALL_BROKERS_DOWN:
+            self.trouble = error
         if is_refusal(error) and self._refusal is None:
             self._refusal = error, time.monotonic()
         log.debug("%s: %s", self.servers, error.str())
@@ -237,7 +239,8 @@ class Connection:
 
     def unavailable(self, doing: str) -> BrokerUnavailable:
         """The error for "no answer in time" while ``doing`` (a phrase such as "reading orders")."""
-        trouble = self.trouble.str() if self.trouble is not None else ""
+        is_concrete = self.trouble is not None and self.trouble.code() != ClientError._ALL_BROKERS_DOWN
+        trouble = self.trouble.str() if self.trouble is not None and is_concrete else ""
         cure = listener_cure(trouble) or "check bootstrap.servers and that the broker is up"
         return BrokerUnavailable(
             f"no Kafka broker answered at {self.servers} while {doing}{trouble and f' ({trouble})'}; {cure}"

@@ -39,6 +39,18 @@ def test_a_login_at_a_listener_without_logins_has_its_cure() -> None:
     )
 
 
+def test_the_number_of_brokers_that_are_down_is_no_reason() -> None:
+    connection = Connection({"bootstrap.servers": "h:1"}, {})
+    note = connection.properties["error_cb"]
+    down = ClientError(ClientError._ALL_BROKERS_DOWN, "0/2 brokers are down")
+    note(down)
+    outage = "no Kafka broker answered at h:1 while reading t"
+    assert str(connection.unavailable("reading t")).startswith(f"{outage}; check bootstrap.servers")
+    for error in (ClientError(ClientError._TRANSPORT, "h:1/bootstrap: Connect failed: Connection refused"), down):
+        note(error)
+        assert str(connection.unavailable("reading t")).startswith(f"{outage} (h:1/bootstrap: Connect failed")
+
+
 def test_tls_at_a_listener_without_tls_has_its_cure() -> None:
     connection = Connection({"bootstrap.servers": "h:1"}, {})
     connection.trouble = ClientError(
