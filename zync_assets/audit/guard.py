@@ -34,7 +34,7 @@ from zync_assets.lake.check_results import (
 )
 from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.parquet_rows import DamagedFile, positions, read_columns
+from zync_assets.lake.parquet_rows import RESTORE, DamagedFile, positions, read_columns
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
@@ -287,7 +287,7 @@ def refuse_disorder(snapshot: Snapshot, reader: str, ranges: Mapping[str, Sequen
         files = raw.raw_files(state, new_ranges)
         in_files = (problem for file in files for problem in file_problems(state.table.uri, file))
         for problem in chain(log_problems(state, files), in_files):
-            line = " ".join(problem.split()).rstrip(" .")
+            line = " ".join(problem.split()).removesuffix(RESTORE).rstrip(" .")
             raise CheckFailed(
                 f"{reader}: table {state.table.uri}: {line}. {outcome} Restore the file from a copy,"
                 f" or the table to a version from before. This shows every problem: {pipeline.command('check')}"

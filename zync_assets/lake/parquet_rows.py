@@ -26,6 +26,10 @@ ROWS = 131_072
 """Rows in memory at once."""
 
 
+RESTORE = "Restore it from a copy."
+"""The last words of a DamagedFile."""
+
+
 class DamagedFile(Exception):
     """A file that the log names is not there or is no Parquet: a finding, not an outage."""
 
@@ -40,13 +44,13 @@ def read_columns(uri: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
                 plain = pa.schema([item.with_type(_plain_type(item.type)) for item in batch.schema])
                 yield batch if plain.equals(batch.schema) else batch.cast(plain)
     except FileNotFoundError:
-        raise DamagedFile(f"file {uri} is in the log and not in the lake") from None
+        raise DamagedFile(f"file {uri} is in the log and not in the lake. {RESTORE}") from None
     except pa.ArrowInvalid as error:
-        raise DamagedFile(f"file {uri} can't be read: {error}") from None
+        raise DamagedFile(f"file {uri} can't be read: {error}. {RESTORE}") from None
     except OSError as error:
         # Arrow raises a bare OSError for bytes that make no sense; the operating system's own carry a number.
         if error.errno is None:
-            raise DamagedFile(f"file {uri} can't be read: {error}") from None
+            raise DamagedFile(f"file {uri} can't be read: {error}. {RESTORE}") from None
         raise LakeError(f"file {uri} can't be read: {error}") from error
 
 

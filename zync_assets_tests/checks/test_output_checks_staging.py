@@ -169,7 +169,7 @@ class TestCoverage:
     def test_a_ledger_file_that_is_gone(self, chain: Chain) -> None:
         state = state_of(chain)
         (Path(state.table.uri) / state.ledger_files[0].path).unlink()
-        assert "is in the log and not in the lake" in coverage(chain).summary
+        assert "is in the log and not in the lake. Restore it from a copy." in coverage(chain).summary
         # The checks that read the ledger too fail, and no check ends the others.
         failures = {found.name for found in run_all(chain.pipeline) if not found.passed}
         assert {"exactly_once_done_coverage", "quarantine_size"} <= failures

@@ -175,4 +175,4 @@ def test_staging_that_lost_a_file(pipeline: Pipeline) -> None:
     path.unlink()
     found = staging_equals_topic(pipeline, topic)
     assert not found.passed
-    assert "is in the log and not in the lake" in found.summary
+    assert "is in the log and not in the lake: " in found.summary and "Restore it from a copy." in found.summary

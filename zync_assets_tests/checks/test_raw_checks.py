@@ -67,7 +67,10 @@ class TestMonotonicOffsets:
     def test_a_file_that_is_gone(self, chain: Chain) -> None:
         state, files = table_of(chain)
         (Path(state.table.uri) / files[3].path).unlink()
-        assert "is in the log and not in the lake" in monotonic_offsets(chain.pipeline, chain.invoices).summary
+        assert (
+            "is in the log and not in the lake. Restore it from a copy."
+            in monotonic_offsets(chain.pipeline, chain.invoices).summary
+        )
 
     def test_a_file_that_is_no_parquet(self, chain: Chain) -> None:
         state, files = table_of(chain)
