@@ -147,7 +147,7 @@ def unique_names(columns: Sequence[str]) -> list[str]:
 
 
 def table_frame(spark: SparkSession, pipeline: Pipeline, pool: str, topic: str) -> DataFrame:
-    """A table of a pool as a query sees it. LakeError where nothing is there yet."""
+    """A table of a pool as a query sees it. LakeError where nothing is there yet, EtlError where a key has no last record."""
     if topic in {item.topic for item in pipeline.inputs}:
         table = raw.open_raw(pipeline.lake, pool, topic)
         if table is None:
@@ -158,7 +158,11 @@ def table_frame(spark: SparkSession, pipeline: Pipeline, pool: str, topic: str) 
         raise LakeError(f"{table_name(pool, topic)}: nothing is transformed yet; run {pipeline.command('etl')}")
     is_latest, name = topic.endswith(LATEST), topic.removesuffix(LATEST)
     frame = frames.output_frame(spark, state, name).drop("schema", "left_out")
-    return frames.latest_records(frame) if is_latest else frame
+    if not is_latest:
+        return frame
+    if pipeline.output(name).partition_by is not None:
+        frames.refuse_scattered_keys(frame.selectExpr("key", "kafka.partition"), name, "read")
+    return frames.latest_records(frame)
 
 
 def _rows(frame: DataFrame, columns: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -243,8 +243,6 @@ _RECORD = ("k", "v", "rule", "source", "left_out", "headers")
 
 def _check_keys(transform: Transform, topic: _Topic, scratch: DataFrame, staged: DataFrame) -> None:
     """A warning about records without a key. EtlError for a key in several partitions."""
-    from pyspark.sql import functions as F
-
     if not scratch.where("k IS NULL").isEmpty() or not staged.where("k IS NULL").isEmpty():
         _log.warning(
             "topic %s: records without a key are not compared, since nothing says which of them follow each other. To publish all"
@@ -253,15 +251,7 @@ def _check_keys(transform: Transform, topic: _Topic, scratch: DataFrame, staged:
         )
     if transform.pipeline.output(topic.name).partition_by is None:
         return
-    parts = staged.where("k IS NOT NULL").groupBy("k").agg(F.expr("min(p) AS low"), F.expr("max(p) AS high"))
-    for row in (
-        parts.where("low <> high").selectExpr("to_json(struct(k AS key)) AS text", "low", "high").limit(1).collect()
-    ):
-        raise EtlError(
-            f"topic {topic.name}: records with the {row['text']} are in the partitions {row['low']} and {row['high']}, which have"
-            " no common order, so that the row of the key is not known. Nothing was staged. Name another output topic: it gets"
-            " all records again."
-        )
+    frames.refuse_scattered_keys(staged.selectExpr("k AS key", "p AS partition"), topic.name, "staged")
 
 
 def _check_partitions(transform: Transform, topic: _Topic, records: DataFrame) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from zync_assets.codecs.spark_types import listed_frame, spark_schema
+from zync_assets.errors import EtlError
 from zync_assets.lake import storage, stores
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import ORDER, RawState, raw_files
@@ -241,6 +242,23 @@ def output_frame(
     records = frame.select("kafka", *sides, *record_columns[1:])
     # As in ``record_frame``: no filter where the files hold nothing else.
     return records if parts is None or all(item.lies_in(parts) for item in files) else _in_ranges(records, parts)
+
+
+def refuse_scattered_keys(places: DataFrame, topic: str, outcome: str) -> None:
+    """EtlError for a key in several partitions, as a ``partition-by`` over the value puts it: its last record is unknown.
+
+    ``places``: the ``key`` and ``partition`` of records; ``outcome``: for the error, such as "staged".
+    """
+    from pyspark.sql import functions as F
+
+    parts = places.where("key IS NOT NULL").groupBy("key")
+    parts = parts.agg(F.expr("min(partition) AS low"), F.expr("max(partition) AS high")).where("low <> high")
+    for row in parts.selectExpr("to_json(struct(key)) AS text", "low", "high").limit(1).collect():
+        raise EtlError(
+            f"topic {topic}: records with the {row['text']} are in the partitions {row['low']} and {row['high']}, which have"
+            f" no common order, so that the row of the key is not known. Nothing was {outcome}. Name another output topic: it"
+            " gets all records again."
+        )
 
 
 def latest_records(frame: DataFrame) -> DataFrame:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zync_assets.checks.output_checks import run_all
+from zync_assets.cli.query import LATEST, table_frame
 from zync_assets.errors import EtlError
 from zync_assets.etl import history, positions
 from zync_assets.etl.plan import EtlCommit
@@ -343,6 +344,9 @@ def test_what_differs_where_the_partition_follows_from_the_value(make: Make) -> 
     with pytest.raises(EtlError, match=r'"key":"a".* are in the partitions 1 and 2'):
         rebuilt(edited)
     assert len(edited.staged()) == 5
+    with pytest.raises(EtlError, match=r'"key":"a".* are in the partitions 1 and 2, .* Nothing was read\.'):
+        table_frame(it.spark, edited.pipeline, "Staging", it.out + LATEST)
+    assert table_frame(it.spark, edited.pipeline, "Staging", it.out).count() == 5
 
 
 @pytest.mark.slow
