@@ -66,6 +66,9 @@ def query(pipeline: Path, sql: str, fmt: Format) -> None:
 LATEST = "@latest"
 """After an output topic in a query: the last record of each key, without the keys whose last record is a tombstone."""
 
+_NO_NAME = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|`[^`]*`|--[^\n]*|/\*.*?\*/"""
+"""What has no name of a table in it: texts, other names in back quotes, and comments."""
+
 
 def tables_of(pipeline: Pipeline) -> list[tuple[str, str]]:
     """(pool, topic) of every table that a query can name."""
@@ -84,7 +87,9 @@ def rewrite(sql: str, tables: Sequence[tuple[str, str]]) -> ViewQuery:
     # A name with a sign stands in back quotes.
     names = rf"`([^`]+){LATEST}`|`([^`]+)`{LATEST}\b|([\w.-]+?){LATEST}\b"
     sql = re.sub(
-        rf"(?i)\b({pools})\.(?:{names})", lambda match: f"{match[1]}.`{match[match.lastindex or 1]}{LATEST}`", sql
+        rf"(?is){_NO_NAME}|\b({pools})\.(?:{names})",
+        lambda match: f"{match[1]}.`{match[match.lastindex]}{LATEST}`" if match.lastindex else match[0],
+        sql,
     )
     try:
         statements = [item for item in sqlglot.parse(sql, read="spark") if item is not None]

@@ -38,6 +38,15 @@ TABLES = [("Raw", "Invoices"), ("Raw", "shop.public.orders"), ("Staging", "New")
             "with Invoices as (select * from zync_0 AS `Invoices`) -- Raw.Invoices\nselect * from Invoices",
         ),
         ("select * from Staging.New@latest", "select * from zync_3 AS `New@latest`"),
+        ("select 'Staging.New@latest' from Raw.Invoices i", "select 'Staging.New@latest' from zync_0 i"),
+        (r"select 'it\'s Staging.New@latest' from Raw.Invoices i", r"select 'it\'s Staging.New@latest' from zync_0 i"),
+        ('select "a Staging.New@latest" from Raw.Invoices i', 'select "a Staging.New@latest" from zync_0 i'),
+        ("select 1 `Staging.New@latest` from Raw.Invoices i", "select 1 `Staging.New@latest` from zync_0 i"),
+        (
+            "/* Staging.New@latest */ select 1 -- Staging.New@latest",
+            "/* Staging.New@latest */ select 1 -- Staging.New@latest",
+        ),
+        ("select 'a' from Staging.New@latest n -- it's", "select 'a' from zync_3 n -- it's"),
         ("select * from Staging.`New`@latest n", "select * from zync_3 n"),
         ("select * from staging.`New@latest` n", "select * from zync_3 n"),
         (
