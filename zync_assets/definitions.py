@@ -19,13 +19,13 @@ from zync_assets.errors import SetupError
 from zync_assets.local.services import demo_environment, demo_folder
 
 
-def load_definitions(env: Mapping[str, str] = os.environ) -> Definitions:
-    """The definitions that the environment asks for.
+def load_definitions(env: Mapping[str, str] | None = None) -> Definitions:
+    """The definitions that the environment asks for. ``env``: the variables; None: of this process.
 
     Raises PipelineFileError for a broken file; SetupError where there is none, or for a ZYNC_SENSOR that is neither.
     """
     with _no_collector():
-        return _load(env)
+        return _load(os.environ if env is None else env)
 
 
 @contextmanager

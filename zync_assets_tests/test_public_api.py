@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,18 @@ def test_the_root_exports_the_api_and_every_error() -> None:
     with pytest.raises(AttributeError, match="module 'zync_assets' has no attribute 'pipelines'"):
         zync_assets.pipelines  # noqa: B018
     assert (Path(zync_assets.__file__).parent / "py.typed").is_file()
+
+
+def test_the_help_of_an_export_holds_no_value_of_the_environment() -> None:
+    script = (
+        "import pydoc, zync_assets, zync_assets.definitions as dagster\n"
+        "for item in [dagster.load_definitions, *(getattr(zync_assets, name) for name in zync_assets.__all__)]:\n"
+        "    print(pydoc.plain(pydoc.render_doc(item)))\n"
+    )
+    environment = {**os.environ, "A_PASSWORD_OF_MINE": "hunter2"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert "load_pipeline(path: " in done.stdout and "load_definitions(env: " in done.stdout
+    assert "A_PASSWORD_OF_MINE" not in done.stdout and "hunter2" not in done.stdout
 
 
 @pytest.mark.parametrize("name", ["", "ZyncError", "load_pipeline"])

@@ -233,10 +233,10 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _HEX = re.compile(r"hex:([0-9A-Fa-f]{2})+")
 
 
-def load_pipeline(path: str | os.PathLike[str], env: Mapping[str, str] = os.environ) -> Pipeline:
+def load_pipeline(path: str | os.PathLike[str], env: Mapping[str, str] | None = None) -> Pipeline:
     """The pipeline of a file. Needs no broker, registry, lake or JVM.
 
-    ``env``: the variables that ``${NAME}`` in the file stands for.
+    ``env``: the variables that ``${NAME}`` in the file stands for; None: those of this process.
     PipelineFileError with all problems of the file, in the order of their lines.
 
         >>> from pathlib import Path
@@ -246,7 +246,7 @@ def load_pipeline(path: str | os.PathLike[str], env: Mapping[str, str] = os.envi
         >>> pipeline.name, pipeline.inputs[0].topic
         ('shop', 'orders')
     """
-    path = Path(path)
+    path, env = Path(path), os.environ if env is None else env
     node, problems = read(path, env)
     if isinstance(node, YamlTable):
         file_fields = Fields(node, "", problems, known_names(FILE), _HINTS)
