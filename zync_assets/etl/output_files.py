@@ -121,6 +121,9 @@ class BucketWriter:
             )
         except ZyncError as error:
             outcome = error
+        finally:
+            for file in files.values():
+                file.abandon()
         yield _result(outcome, None, None)
 
     def _new_file(self, at: int, partition: int, starts: Sequence[int] | None) -> OutputFile:

@@ -177,9 +177,16 @@ class OutputFile:
         with storage.access_errors(uri, "can't be written"):
             if self._writer is not None:
                 self._writer.close()
+                self._writer = None
             size = storage.file_size(uri)
         last_offset = self.first + self.written - 1
         return DataFile(self.path, size, self.written, self.partition, self.first, last_offset, group=self.staged.topic)
+
+    def abandon(self) -> None:
+        """Leave nothing open after an error. A closed file stays."""
+        if self._writer is not None:
+            storage.abandon(self._writer)
+            self._writer = None
 
 
 def _with_topics(source: pa.ListArray, labels: Labels) -> pa.ListArray:

@@ -214,12 +214,13 @@ class Writer:
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         try:
-            end = self._write(batches)
+            with ExitStack() as writers:
+                end = self._write(batches, writers)
         except ZyncError as error:
             end = TaskEnd(ReadEnd(), error=error)
         yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(end)])], names=["found"])
 
-    def _write(self, batches: Iterable[pa.RecordBatch]) -> TaskEnd:
+    def _write(self, batches: Iterable[pa.RecordBatch], writers: ExitStack) -> TaskEnd:
         data = side = orders = None
         read, left_out = ReadEnd(), 0
         gaps = _Gaps()
@@ -233,7 +234,8 @@ class Writer:
             kafka = rows.column("kafka").cast(KAFKA_TYPE)
             if data is None or side is None or orders is None:
                 partition = kafka[0]["partition"].as_py()
-                data, side = RangeWriter(self.uri, partition), RangeWriter(self.side_uri, partition, self.side_name)
+                data = writers.enter_context(RangeWriter(self.uri, partition))
+                side = writers.enter_context(RangeWriter(self.side_uri, partition, self.side_name))
                 orders = Carrier(self.orders, partition)
             rows = orders.carry(rows)
             in_shape = rows.column(KEPT)

@@ -116,7 +116,8 @@ def split_by_types(uri: str, run: Sequence[DataFile]) -> Iterator[list[DataFile]
 
 
 def _columns(uri: str, item: DataFile) -> pa.DataType:
-    return pa.struct(list(_open(uri, item).schema_arrow))
+    with _open(uri, item) as file:
+        return pa.struct(list(file.schema_arrow))
 
 
 def _common_type(left: pa.DataType, right: pa.DataType) -> pa.DataType | None:
@@ -173,8 +174,7 @@ def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
         common_type = None if common_type is None else _common_type(common_type, _columns(uri, item))
     if common_type is None:
         raise LakeError(f"table {uri}: files {run[0].path} to {run[-1].path} have numbers of different types")
-    name = f"compact-{uuid.uuid4().hex}"
-    group = run[0].group
+    name, group = f"compact-{uuid.uuid4().hex}", run[0].group
     path = f"{name}.parquet" if group is None else f"{name}/topic={group}/part-0.parquet"
     storage.make_folder(storage.join(uri, *path.split("/")[:-1]))
     types = {field.name: field.type for field in common_type}
@@ -185,14 +185,15 @@ def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
     records, last, last_time = 0, -1, None
     with pq.ParquetWriter(full, file_schema, filesystem=system, compression="snappy") as writer:
         for item in run:
-            for batch in storage.read_batches(_open(uri, item), _BATCH):
-                output = _conform_batch(batch, file_schema, last_time)
-                offsets = pc.struct_field(output.column("kafka"), "offset").to_numpy()
-                if offsets[0] <= last or (offsets[1:] <= offsets[:-1]).any():
-                    raise LakeError(f"table {uri}, file {item.path}: its offsets are not in order. {_RESTORE}")
-                records, last = records + len(offsets), int(offsets[-1])
-                last_time = raw_files.last_time(output.column("kafka"))
-                writer.write_batch(output)
+            with _open(uri, item) as file:
+                for batch in storage.read_batches(file, _BATCH):
+                    output = _conform_batch(batch, file_schema, last_time)
+                    offsets = pc.struct_field(output.column("kafka"), "offset").to_numpy()
+                    if offsets[0] <= last or (offsets[1:] <= offsets[:-1]).any():
+                        raise LakeError(f"table {uri}, file {item.path}: its offsets are not in order. {_RESTORE}")
+                    records, last = records + len(offsets), int(offsets[-1])
+                    last_time = raw_files.last_time(output.column("kafka"))
+                    writer.write_batch(output)
     if records != sum(item.records for item in run):
         raise LakeError(f"table {uri}: files hold {records} records where the log says otherwise. {_RESTORE}")
     low = [item.min_time for item in run if item.min_time is not None]
@@ -216,9 +217,8 @@ def _open(uri: str, item: DataFile) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path, filesystem=system)
     except (OSError, pa.ArrowInvalid) as error:
-        raise LakeError(
-            f"table {uri}, file {item.path} can't be read: {stores.first_line(error)}. Restore it from a copy."
-        ) from error
+        reason = stores.first_line(error)
+        raise LakeError(f"table {uri}, file {item.path} can't be read: {reason}. Restore it from a copy.") from error
 
 
 def _conform_batch(batch: pa.RecordBatch, schema: pa.Schema, last_time: int | None) -> pa.RecordBatch:

@@ -187,9 +187,8 @@ def _checkpoint_numbers(uri: str, names: Iterable[str], kind: str, key: str, num
     system, path = _log(uri)
     values: dict[str, int] = {}
     for file_name in names:
-        table = pq.ParquetFile(storage.join(path, file_name), filesystem=system).read(
-            columns=[f"{kind}.{key}", f"{kind}.{number}"]
-        )
+        with pq.ParquetFile(storage.join(path, file_name), filesystem=system) as file:
+            table = file.read(columns=[f"{kind}.{key}", f"{kind}.{number}"])
         if kind in table.column_names:
             rows = table[kind].filter(pc.is_valid(pc.struct_field(table[kind], key)))
             values |= dict(zip(*(pc.struct_field(rows, part).to_pylist() for part in (key, number)), strict=True))

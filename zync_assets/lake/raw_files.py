@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 
 import numpy as np
@@ -164,6 +165,9 @@ class RangeWriter:
     ) -> None:
         if kind is None:
             self.close()
+        elif self._open is not None:
+            self._open.abandon()
+            self._open = None
 
     def write(self, batch: pa.RecordBatch) -> None:
         if batch.num_rows == 0:
@@ -185,6 +189,33 @@ class RangeWriter:
     def files(self) -> list[tuple[DataFile, pa.Schema]]:
         """The finished files, each with its own Arrow schema."""
         return self._finished_files
+
+
+class PartitionWriters(dict[int, RangeWriter]):
+    """Partition → its writer, from its first use on. A context that leaves no file open."""
+
+    def __init__(self, table_uri: str, name: str) -> None:
+        """``name``: what the files' names begin with."""
+        super().__init__()
+        self._uri, self._name = table_uri, name
+        self._writers = ExitStack()
+
+    def __missing__(self, partition: int) -> RangeWriter:
+        writer = self[partition] = self._writers.enter_context(RangeWriter(self._uri, partition, self._name))
+        return writer
+
+    def __enter__(self) -> PartitionWriters:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writers.__exit__(kind, error, trace)
+
+    @property
+    def files(self) -> list[DataFile]:
+        """The finished files of all partitions."""
+        return [item for writer in self.values() for item, _ in writer.files]
 
 
 class _OpenFile:
@@ -225,6 +256,9 @@ class _OpenFile:
         self.records += batch.num_rows
         with storage.access_errors(self._uri, _WRITE_FAILURE):
             self._writer.write_batch(batch)
+
+    def abandon(self) -> None:
+        storage.abandon(self._writer)
 
     def finish(self) -> DataFile:
         with storage.access_errors(self._uri, _WRITE_FAILURE):

@@ -338,7 +338,8 @@ def _read(uri: str) -> pa.Table:
 
 def _entries(uri: str) -> pa.Table:
     system, path = storage.filesystem(uri)
-    table = pq.ParquetFile(path, filesystem=system).read(columns=["account"])
+    with pq.ParquetFile(path, filesystem=system) as file:
+        table = file.read(columns=["account"])
     return pa.table(dict(zip(ACCOUNT_TYPE.names, _flatten(table), strict=True)))
 
 

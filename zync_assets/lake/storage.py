@@ -249,6 +249,15 @@ def read_batches(
     yield from file.iter_batches(count, row_groups=None if groups is None else list(groups), columns=columns)
 
 
+def abandon(writer: pq.ParquetWriter) -> None:
+    """Close the file of a writer after an error. The file may not be whole, and no commit is to name it."""
+    with suppress(OSError, pa.ArrowException):
+        writer.close()
+    if writer.file_handle is not None:
+        with suppress(OSError, pa.ArrowException):
+            writer.file_handle.close()
+
+
 def require_files(uri: str, paths: Sequence[str]) -> None:
     """LakeError for a Parquet file of a table that is missing, cut off or no Parquet. Reads the footers of the files alone."""
 

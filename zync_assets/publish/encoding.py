@@ -339,11 +339,10 @@ def _file_rows(uri: str, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """The offsets and some columns of a file, as far as it has them. LakeError if another program damaged the file."""
     system, path = storage.filesystem(uri)
     try:
-        source = pq.ParquetFile(path, filesystem=system)
-        file_columns = source.schema_arrow.names
-        yield from storage.read_batches(
-            source, BATCH_RECORDS, ["kafka.offset", *(name for name in names if name in file_columns)]
-        )
+        with pq.ParquetFile(path, filesystem=system) as source:
+            file_columns = source.schema_arrow.names
+            columns = ["kafka.offset", *(name for name in names if name in file_columns)]
+            yield from storage.read_batches(source, BATCH_RECORDS, columns)
     except pa.ArrowInvalid as error:
         raise LakeError(f"file {uri} can't be read: {stores.first_line(error)}. Restore it from a copy.") from None
 

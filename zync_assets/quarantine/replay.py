@@ -47,7 +47,7 @@ from zync_assets.lake import quarantine_table, raw, staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.lake.raw import ORDER, RawState
-from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, RangeWriter, orders_before
+from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, PartitionWriters, orders_before
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, place_text
@@ -215,13 +215,10 @@ class RawReplayTask:
     def run(self) -> ReplayResult:
         """Decode and write what can be decoded, as it is."""
         result = ReplayResult()
-        writers: dict[int, RangeWriter] = {}
-        for partition, records in self.batches(result):
-            writer = writers.setdefault(partition, RangeWriter(self.uri, partition, self.name))
-            writer.write(self.with_orders(partition, records))
-        for writer in writers.values():
-            writer.close()
-            result.files += [item for item, _ in writer.files]
+        with PartitionWriters(self.uri, self.name) as writers:
+            for partition, records in self.batches(result):
+                writers[partition].write(self.with_orders(partition, records))
+        result.files += writers.files
         return result
 
     def look(self) -> ReplayResult:
@@ -369,22 +366,22 @@ class _Writer:
         yield pa.RecordBatch.from_arrays([pa.array([pickle.dumps(outcome)])], names=["outcome"])
 
     def _write(self, batches: Iterable[pa.RecordBatch]) -> tuple[list[DataFile], list[tuple[int, int]]]:
-        writers: dict[int, RangeWriter] = {}
-        left_out: list[tuple[int, int]] = []
+        with PartitionWriters(self.task.uri, self.task.name) as writers:
+            left_out = list(self._write_batches(batches, writers))
+        return writers.files, left_out
+
+    def _write_batches(self, batches: Iterable[pa.RecordBatch], writers: PartitionWriters) -> Iterator[tuple[int, int]]:
+        """Write the records of the shape. The places of the others."""
         for batch in batches:
             leftovers = batch.filter(pc.invert(batch.column(KEPT))).column("kafka")
             numbers = (pc.struct_field(leftovers, name).to_pylist() for name in ("partition", "offset"))
-            left_out += zip(*numbers, strict=True)
+            yield from zip(*numbers, strict=True)
             shaped_rows = batch.filter(batch.column(KEPT))
             partitions = pc.struct_field(shaped_rows.column("kafka"), "partition")
             for partition in partitions.unique().to_pylist():
-                writer = writers.setdefault(partition, RangeWriter(self.task.uri, partition, self.task.name))
                 rows = shaped_rows.filter(pc.equal(partitions, partition))
                 records = shaped_batch(rows.column("kafka").cast(KAFKA_TYPE), rows, self.schema)
-                writer.write(self.task.with_orders(partition, records))
-        for writer in writers.values():
-            writer.close()
-        return [item for writer in writers.values() for item, _ in writer.files], left_out
+                writers[partition].write(self.task.with_orders(partition, records))
 
 
 @dataclass(frozen=True)

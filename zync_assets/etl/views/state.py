@@ -16,7 +16,7 @@ import pickle
 import uuid
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -339,11 +339,11 @@ def write_versions(uri: str, folder: str, group: str, tables: Iterable[pa.Table]
     system, full = storage.filesystem(place)
     writer: pq.ParquetWriter | None = None
     records, bounds = 0, list[tuple[int, int, int, int]]()
-    with storage.access_errors(place, "can't be written"):
+    with storage.access_errors(place, "can't be written"), ExitStack() as writers:
         for table in tables:
             if writer is None:
                 system.create_dir(full.rsplit("/", 1)[0], recursive=True)
-                writer = _writer(full, system, table.schema)
+                writer = writers.enter_context(_writer(full, system, table.schema))
             writer.write_table(table)
             records += len(table)
             bounds.append(_place_bounds(table[ORDER].combine_chunks()))

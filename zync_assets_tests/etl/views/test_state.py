@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 import random
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -112,3 +114,18 @@ def test_slices_are_about_equal_and_in_the_order_of_places(
         spans.setdefault(row["slice"], []).append(places[row["key"]])
     assert set(sizes) <= set(range(10)) and max(sizes.values()) <= 200
     assert all(max(spans[one]) <= min(spans[next]) for one, next in pairwise(sorted(spans)))
+
+
+def test_an_error_leaves_no_file_of_versions_open(tmp_path: Path) -> None:
+    order = pa.array([{"high": 0, "low": 0}], ORDER_TYPE)
+
+    def tables() -> Iterator[pa.Table]:
+        yield pa.table({"order": order, "version": pa.nulls(1, VERSION_TYPE)})
+        assert any(str(tmp_path) in item.path for item in psutil.Process().open_files())
+        raise ValueError("no further table")
+
+    # The error keeps the writer in memory.
+    with pytest.raises(ValueError, match="no further table") as error:
+        state.write_versions(str(tmp_path), "folder", "group", tables())
+    assert [item.path for item in psutil.Process().open_files() if str(tmp_path) in item.path] == []
+    assert error.tb is not None
