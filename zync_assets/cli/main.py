@@ -103,6 +103,7 @@ class LazyGroup(click.Group):
                 click.echo(f"error: {harmless(text)}", err=True)
             ctx.exit(1)
         except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
             ctx.exit(INTERRUPT_CODE)
 
 

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -96,6 +97,14 @@ def stop(processes: Iterable[psutil.Process], *, gently: bool = True, seconds: f
         raise SetupError(f"Process {process.pid} does not end: it waits for the disk, or is another user's.")
 
 
+def kill_children(variable: str) -> None:
+    """Kill the children of this process with that variable in their environment."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if variable in child.environ():
+                child.kill()
+
+
 def wait(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
     """Those of the processes that still run when all have ended or the time is over.
 
@@ -136,6 +145,38 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def interrupts_later() -> Generator[None]:
+    """Keep Ctrl-C from the work within: this process's handler hears of it at the end. A second Ctrl-C is heard at once.
+
+    The process has its own handler again at the end, whatever the work installed.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals: list[int] = []
+    pid = os.getpid()
+
+    def deliver() -> None:
+        signal.signal(signal.SIGINT, handler)
+        while signals:
+            signal.raise_signal(signals.pop())
+
+    def hold(number: int, frame: object) -> None:
+        # A child has this handler until it begins its own program.
+        if os.getpid() == pid:
+            signals.append(number)
+            if len(signals) > 1:
+                deliver()
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        deliver()
 
 
 _ORIGIN = "import importlib.util as u; found = u.find_spec('zync_assets'); print(found.origin if found else '')"

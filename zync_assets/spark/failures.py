@@ -24,10 +24,15 @@ if TYPE_CHECKING:
 
 @contextmanager
 def spark_failures(make_error: Callable[[str], ZyncError]) -> Generator[None]:
-    """Raise ``make_error(what Spark says)`` in place of whatever Spark or the way to its JVM raises."""
+    """Raise ``make_error(what Spark says)`` in place of whatever Spark or the way to its JVM raises.
+
+    A failure that follows from a Ctrl-C is raised as the Ctrl-C.
+    """
     try:
         yield
     except _spark_exceptions() as error:
+        if interrupt := interrupt_of(error):
+            raise interrupt from None
         text = str(error)
         loss = (
             _jvm_loss(error)
@@ -37,6 +42,13 @@ def spark_failures(make_error: Callable[[str], ZyncError]) -> Generator[None]:
             or stores.no_answer(text)
         )
         raise (loss or make_error(cause_line(error))) from error
+
+
+def interrupt_of(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The Ctrl-C during whose handling an error was raised."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error
 
 
 @contextmanager

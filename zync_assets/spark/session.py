@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from zync_assets.errors import SetupError, SparkUnavailable
 from zync_assets.local.java import find_java
-from zync_assets.local.processes import jvm_output, python_environment
+from zync_assets.local.processes import interrupts_later, jvm_output, kill_children, python_environment
 from zync_assets.pipeline import SHARED
 from zync_assets.private import of, private
 from zync_assets.spark import shared_servers
-from zync_assets.spark.failures import cause_line, spark_failures
+from zync_assets.spark.failures import cause_line, interrupt_of, spark_failures
 from zync_assets.spark.settings import SECRET, share_classes, spark_settings
 from zync_assets.spark.sql import PINS
 
@@ -48,14 +48,19 @@ def local_session(settings: Mapping[str, str]) -> SparkSession:
     SetupError if there is no Java that Spark runs on, if Spark refuses the settings, or if the JVM runs already and lacks jars
     that ``settings`` name.
     """
+    from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
     use_this_machine()
     start_jvm(settings)
-    builder = SparkSession.builder
-    for name, value in settings.items():
-        builder = builder.config(name, value)
     with spark_failures(_start_error):
+        # PySpark's context installs a handler of Ctrl-C that calls the JVM, even in the middle of a call to the JVM.
+        if private("pyspark", "pyspark.SparkContext", "_active_spark_context") is None:
+            with interrupts_later():
+                SparkContext.getOrCreate(SparkConf().setAll(list(settings.items())))
+        builder = SparkSession.builder
+        for name, value in settings.items():
+            builder = builder.config(name, value)
         session = builder.getOrCreate()
     if jars := settings.get("spark.jars"):
         # Spark reads the list once, as the JVM starts.
@@ -102,6 +107,11 @@ def use_this_machine() -> None:
     share_classes(java)
 
 
+_FILE_OF_CONNECTION = "_PYSPARK_DRIVER_CONN_INFO_PATH"
+"""The variable of a JVM's environment with the file for PySpark. PySpark removes its folder when a start is interrupted, and the
+JVM would stay for ever."""
+
+
 def start_jvm(settings: Mapping[str, str]) -> None:
     """Start this process's JVM, unless it runs already. Its command line holds only the settings without secrets.
 
@@ -126,11 +136,14 @@ def start_jvm(settings: Mapping[str, str]) -> None:
         start: Any = private("pyspark", "pyspark.SparkContext", "_ensure_initialized")
         # Spark's Python workers inherit the environment of the JVM.
         # The JVM ends later than this process. Who reads this process's stdout to its end does not wait for the JVM.
-        with _variables(python_environment()), jvm_output() as (output, first_words):
+        with interrupts_later(), _variables(python_environment()), jvm_output() as (output, first_words):
             try:
                 gateway = launch_gateway(public, {"stdout": output, "stderr": output})
             except PySparkRuntimeError as error:
                 raise _start_error(first_words() or cause_line(error)) from None
+            except KeyboardInterrupt:
+                kill_children(_FILE_OF_CONNECTION)
+                raise
             start(gateway=gateway)
 
 
@@ -364,10 +377,18 @@ def _hush() -> None:
     """Silence PySpark's loggers. PySpark logs each raised error to stderr as JSON with the plan; zync prints one line."""
     from pyspark.logger import PySparkLogger
 
+    # py4j logs a Ctrl-C with its stack, and raises it after that.
+    for name in (None, "py4j.clientserver"):
+        logging.getLogger(name).addFilter(_is_no_interrupt)
+
     # Spark Connect warns of an unreachable server, and raises an error soon after.
     warnings.filterwarnings("ignore", message=r"\[RETRIES_EXCEEDED\]")
     for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
         PySparkLogger.getLogger(name).setLevel("CRITICAL")
+
+
+def _is_no_interrupt(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or interrupt_of(record.exc_info[1]) is None
 
 
 def rehearse(spark: SparkSession, folder: Path) -> None:

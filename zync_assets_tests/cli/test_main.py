@@ -60,7 +60,8 @@ def test_an_error_of_ours_is_one_line_on_stderr(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ctrl_c_ends_as_a_shell_expects(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_raising(KeyboardInterrupt(), monkeypatch).exit_code == 130
+    result = run_raising(KeyboardInterrupt(), monkeypatch)
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:

@@ -48,6 +48,14 @@ def test_a_jvm_that_answers_while_it_ends(text: str) -> None:
         raise PySparkException(text)
 
 
+def test_what_fails_while_a_ctrl_c_unwinds_is_the_ctrl_c() -> None:
+    with pytest.raises(KeyboardInterrupt), spark_failures(lambda said: EtlError(f"{said} Correct the rule.")):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise PySparkException("An error occurred while calling o1.unpersist.")
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -1,0 +1,99 @@
+"""Ctrl-C in the commands that use Spark: in one line, at once, and nothing is lost."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from string import Template
+
+import psutil
+import pytest
+
+from zync_assets.local import processes
+from zync_assets.local.services import Services
+from zync_assets.pipeline import Pipeline
+from zync_assets_tests.mini import BOTH, JOIN, log_of, make_pipeline, read_topic, row, run, send, start
+
+INTERRUPT = """
+import os, signal, sys, threading, time
+def stack():
+    frame, names = sys._current_frames()[threading.main_thread().ident], set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
+def interrupt():
+    while not names <= stack():
+        time.sleep(0.001)
+    os.killpg(0, signal.SIGINT)
+    while again:
+        time.sleep(0.05)
+        if not names <= stack():
+            return
+        os.killpg(0, signal.SIGINT)
+# A shell starts its background jobs deaf to Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Thread(target=interrupt, daemon=True).start()
+"""
+"""Sends Ctrl-C to the whole process group once all functions of a set are under way in the main thread."""
+
+
+def interrupted(pipeline: Pipeline, command: str, *functions: str, again: bool = False) -> tuple[int, str]:
+    """The exit code and the words of a command, whose JVM must end as well.
+
+    ``again``: Ctrl-C is sent on and on while the functions are under way.
+    """
+    mark = secrets.token_hex()
+    values = f"names, again = {set(functions)!r}, {again!r}"
+    process = start(pipeline, command, first=f"{values}\n{INTERRUPT}\nos.environ['MARK'] = '{mark}'")
+    try:
+        code = process.wait(280)
+    finally:
+        process.kill()
+    # Java's launcher and the JVM.
+    family = [each for each in psutil.process_iter() if mark_of(each) == mark]
+    assert processes.wait(family, 60) == []
+    return code, log_of(pipeline).read_text()
+
+
+def mark_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("MARK")
+    except psutil.Error:
+        return None
+
+
+@pytest.fixture
+def pipeline(services: Services, tmp_path: Path, unique: str) -> Pipeline:
+    """A pipeline with a record in each of two topics that make one output."""
+    names = {name: f"{unique}.{name}" for name in ("left", "right", "out")}
+    pipeline = make_pipeline(services, tmp_path, Template(BOTH + JOIN).substitute(names), name=unique, partitions=1)
+    for item in pipeline.inputs:
+        send(pipeline, item.topic, [row(1, "x")])
+    return pipeline
+
+
+START, CONTEXT, QUERY, IDLE = (
+    ("launch_gateway",),
+    ("_do_init", "send_command"),
+    ("collect", "send_command"),
+    ("_sleep",),
+)
+
+
+def test_a_command_ends_in_one_line_and_the_next_one_does_its_work(pipeline: Pipeline) -> None:
+    run(pipeline, "from-kafka")
+    for moment in (START, CONTEXT, QUERY):
+        assert interrupted(pipeline, "etl", *moment) == (130, "interrupted\n")
+    assert "records 1 " in run(pipeline, "etl")
+
+
+def test_a_second_ctrl_c_ends_the_start_of_a_jvm_at_once(pipeline: Pipeline) -> None:
+    assert interrupted(pipeline, "from-kafka", *START, again=True) == (130, "interrupted\n")
+
+
+def test_the_command_of_all_steps_ends_after_its_commit(pipeline: Pipeline) -> None:
+    for moment, step in (START, "ingest"), (QUERY, "ingest"), (IDLE, "etl"):
+        code, text = interrupted(pipeline, "run", *moment)
+        assert (code, text.startswith(step), "warning" in text, "Traceback" in text) == (0, True, False, False), text
+    assert len(read_topic(pipeline, pipeline.outputs[0].topic)) == 1
