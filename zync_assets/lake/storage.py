@@ -76,6 +76,18 @@ def check_uri(lake: str, pool: str) -> str:
     return join(lake, "~checked", pool)
 
 
+def log_cure(uri: str) -> str:
+    """What to do about a table whose Delta log can't be read."""
+    place = uri.split("/")[-2:-1]
+    if place == ["~published"]:
+        return "Remove the folder of this table: publishing then compares the topics with staging again, and goes on."
+    if place == ["~checked"]:
+        return (
+            "Remove the folder of this table, which holds results of checks alone, and let zync check find them again."
+        )
+    return "Restore its files from a copy."
+
+
 def readings_uri(lake: str, pool: str) -> str:
     return join(lake, "~readings", f"{pool}.json")
 

@@ -74,7 +74,7 @@ def open_table(uri: str, version: int | None = None) -> LakeTable | None:
                 f"table {uri} uses a feature of the Delta protocol that is not known here: {stores.first_line(error)}."
                 f" {_WITHOUT}"
             ) from None
-        raise _lake_error(uri, error, "the Delta log can't be read", " Restore its files from a copy.") from None
+        raise _lake_error(uri, error, "the Delta log can't be read", f" {storage.log_cure(uri)}") from None
     protocol = delta.protocol()
     features = set(protocol.reader_features or ())
     if protocol.min_reader_version not in (1, 3) or not features <= _READER_FEATURES:

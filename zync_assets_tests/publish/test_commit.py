@@ -18,7 +18,7 @@ from confluent_kafka import Producer
 from zync_assets.audit import coverage, guard
 from zync_assets.checks.output_checks import staging_equals_topic
 from zync_assets.cli.main import main
-from zync_assets.errors import CheckFailed, ForeignRecord, RecordTooLarge, TopicMissing, TopicRecreated
+from zync_assets.errors import CheckFailed, ForeignRecord, LakeError, RecordTooLarge, TopicMissing, TopicRecreated
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import tables
@@ -27,7 +27,7 @@ from zync_assets.lake.publication import commit_publish_state, open_publish_stat
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import open_staging
-from zync_assets.lake.storage import check_uri
+from zync_assets.lake.storage import check_uri, publish_uri
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.publish import commit as step
@@ -333,6 +333,54 @@ def test_a_damaged_account_is_never_published_and_the_printed_command_is_the_way
     assert CliRunner().invoke(main, shlex.split(remedy)).exit_code == 0
     edited.publish()
     assert [found for _, found in ids(it)] == [0, 1, 2, 8]
+
+
+def damage(uri: str) -> None:
+    """Truncate the log of a table, before another process opens the table."""
+    for entry in Path(uri, "_delta_log").glob("*.json"):
+        entry.write_text(entry.read_text()[:20])
+    tables.forget(uri)
+
+
+def test_where_the_record_of_what_is_published_is_damaged_the_topic_tells_it_again(make: Make) -> None:
+    it = make(3)
+    it.publish()
+    for count in (5, 7):
+        damage(uri := publish_uri(it.lake, "Staging"))
+        with pytest.raises(
+            LakeError, match=rf"{uri}: the Delta log can't be read: .*\. Remove the folder of this table: "
+        ):
+            it.publish()
+        shutil.rmtree(uri)
+        stage(it, range(count - 2, count))
+        it.publish()
+        assert ids(it) == [(number, number) for number in range(count)]
+    damage(uri)
+    shutil.rmtree(uri)
+    write(it, b"{}")
+    with pytest.raises(ForeignRecord, match="the record at offset 7 is not"):
+        it.publish()
+
+
+def test_where_the_results_of_checks_are_damaged_the_checks_find_them_again(make: Make) -> None:
+    it = make(2)
+    it.publish()
+    edited = it.edited(BOTH + UNMATCHED)
+    edited.send(it.left, row(7, op="x"), row(2))
+    edited.step()
+    state = open_staging(it.lake, "Staging")
+    assert state is not None
+    change_account(state, edit(lambda entry: {**entry, "kind": "done"}, kind="unmatched"))
+    with pytest.raises(CheckFailed, match="exactly_once_done_coverage"):
+        edited.publish()
+    damage(uri := check_uri(it.lake, "Staging"))
+    with pytest.raises(LakeError, match=rf"{uri}: the Delta log can't be read: .*\. Remove the folder of this table, "):
+        edited.publish()
+    shutil.rmtree(uri)
+    assert CliRunner().invoke(main, ["check", str(edited.pipeline.path)]).exit_code == 1
+    with pytest.raises(CheckFailed, match="exactly_once_done_coverage"):
+        edited.publish()
+    assert len(ids(it)) == 2
 
 
 def test_a_raw_table_that_failed_its_check_is_not_transformed(make: Make) -> None:
