@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         TargetUnavailable,
         TopicMissing,
         TopicRecreated,
+        TopicTruncated,
         TrustError,
         ZyncError,
     )
@@ -100,6 +101,7 @@ __all__ = [
     "TargetUnavailable",
     "TopicMissing",
     "TopicRecreated",
+    "TopicTruncated",
     "TrustError",
     "ZyncError",
     "ZyncPipelineComponent",

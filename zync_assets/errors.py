@@ -16,6 +16,7 @@
     │   ├── TopicRecreated         the topic is another one than the pool's
     │   ├── PartitionsChanged      an output topic has other partitions than its outputs are numbered for
     │   ├── DataLoss               offsets are gone that were not ingested yet
+    │   │   └── TopicTruncated         records are gone that were ingested; their offsets may have other records now
     │   ├── ForeignRecord          an output topic holds a record that staging does not
     │   └── RecordTooLarge
     ├── RegistryError          the schema registry said no
@@ -229,6 +230,15 @@ class DataLoss(KafkaError):
 
     >>> from zync_assets import DataLoss, KafkaError
     >>> issubclass(DataLoss, KafkaError)
+    True
+    """
+
+
+class TopicTruncated(DataLoss):
+    """A topic lost records that were ingested. The offsets of these records are free, or later records have taken them.
+
+    >>> from zync_assets import DataLoss, TopicTruncated
+    >>> issubclass(TopicTruncated, DataLoss)
     True
     """
 

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
+from typing import NamedTuple
 
 RANGE_SIZE = 1_000_000
 """Offsets in one partition key of an asset, unless the pipeline says otherwise."""
@@ -25,6 +26,13 @@ _KEY = re.compile(r"(\d+):(\d+)-(\d+)")
 def place_text(topic: str, partition: int, offset: int | None = None) -> str:
     """A partition of a topic, or a record, as messages name it: ``topic orders, partition 0, offset 7``."""
     return f"topic {topic}, partition {partition}" + ("" if offset is None else f", offset {offset}")
+
+
+class Mark(NamedTuple):
+    """A record of a partition: its offset, and a digest of its time, key and value."""
+
+    offset: int
+    digest: int
 
 
 @dataclass(frozen=True, order=True)

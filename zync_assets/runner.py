@@ -19,6 +19,7 @@ from zync_assets.errors import (
     LakeError,
     LakeUnavailable,
     SparkLost,
+    TopicTruncated,
     ZyncError,
 )
 from zync_assets.etl.commit import commit_staging
@@ -242,7 +243,7 @@ def ingest_once(
             try:
                 return commit_raw(pipeline, batch), batch.plan.lag
             except DataLoss as error:
-                if batch.plan.input.on_data_loss == "fail":
+                if batch.plan.input.on_data_loss == "fail" or isinstance(error, TopicTruncated):
                     raise
                 # The pipeline file accepts the loss, which came between the plan and the read: a new plan begins after it.
                 log(f"{error}; going on after it")

@@ -19,6 +19,7 @@ from deltalake import DeltaTable
 from zync_assets.assets import build
 from zync_assets.cli.main import main
 from zync_assets.kafka.topics import topic_state
+from zync_assets.lake.raw import open_raw
 from zync_assets.local.services import Services, down, up
 from zync_assets_tests import upgrades
 from zync_assets_tests.upgrades.dagster_runs import settle
@@ -94,6 +95,14 @@ def test_what_an_earlier_version_made_goes_on(shop: Shop) -> None:
         ("shop.payments", 3, "etl"),
     ]
 
+    def marks() -> dict[str, list[int]]:
+        states = {
+            topic: open_raw(str(shop.folder / "lake"), "Raw", topic) for topic in ("shop.orders", "shop.payments")
+        }
+        return {topic: [mark.offset for mark in state.marks.values()] for topic, state in states.items() if state}
+
+    assert marks() == {"shop.orders": [], "shop.payments": []}
+
     # Dagster ingests, transforms and publishes what waits, and knows the ranges and runs from before.
     with DagsterInstance.from_config(str(shop.home)) as instance:
         before = instance.get_runs_count()
@@ -101,6 +110,7 @@ def test_what_an_earlier_version_made_goes_on(shop: Shop) -> None:
         assert all(instance.get_latest_materialization_event(key) is not None for key in keys)
         settle(shop.file, instance, (shop.home / "cursor.json").read_text() or None)
         assert instance.get_runs_count() > before > 0
+    assert marks() == {"shop.orders": [3], "shop.payments": [6]}
     assert shop.zync("run", "--until-idle") == []
     shop.zync("check")
     assert shop.staged("shop.sales")[:2] == staged["shop.sales"]

@@ -156,6 +156,7 @@ def _advance(
         left_out=files.left_out,
         attempts={file.partition or 0: reading.attempt for file in (*files.bad, *lost_files, *files.dropped)},
         times=times,
+        marks=files.marks,
         writers=writers,
     )
 

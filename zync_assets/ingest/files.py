@@ -30,7 +30,7 @@ from zync_assets.lake import quarantine_table, storage, tables
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.raw_files import LOWEST, RangeWriter, lift, loss_rows, raw_schema
 from zync_assets.lake.storage import has_longs
-from zync_assets.offsets import OffsetRange
+from zync_assets.offsets import Mark, OffsetRange
 from zync_assets.pipeline import Input
 from zync_assets.pipeline_file.references import shape_in_lake_names, with_notes
 from zync_assets.spark.tasks import run_tasks
@@ -129,7 +129,8 @@ class BatchFiles:
     ``left_out``: partition → number of excluded records; ``last_times``: the time of the last record of each part, in
     milliseconds since the epoch, 0 for a part without records; ``first_orders``, ``last_orders``: the orders of the first and
     the last record of each part, None for a part without records or orders; ``domain``: the ``source.name`` of the first
-    Debezium envelope; ``notes``: side → the note of Kafka Connect's schemas for the whole key or value.
+    Debezium envelope; ``notes``: side → the note of Kafka Connect's schemas for the whole key or value; ``marks``: partition →
+    its last record.
     """
 
     files: list[DataFile]
@@ -144,6 +145,7 @@ class BatchFiles:
     last_orders: Sequence[Order | None]
     domain: str | None
     notes: Mapping[str, Note]
+    marks: Mapping[int, Mark]
 
 
 def reader_of(reading: RangeReading, rejections: Mapping[tuple[int, int], str], side_uri: str | None) -> TopicReader:
@@ -165,10 +167,13 @@ def batch_files(
     """
     left_out = Counter[int]()
     domains: list[tuple[OffsetRange, str]] = []
+    marks: dict[int, Mark] = {}
     for part, end in zip(reading.parts, ends, strict=True):
         left_out[part.partition] += end.left_out
         if end.read.domain is not None:
             domains.append((part, end.read.domain))
+        if end.read.mark is not None:
+            marks[part.partition] = max(marks.get(part.partition, end.read.mark), end.read.mark)
     return BatchFiles(
         sorted((item for end in ends for item, _ in end.files), key=_place),
         [item for end in ends for item in end.read.bad],
@@ -182,6 +187,7 @@ def batch_files(
         [end.last_order for end in ends],
         min(domains)[1] if domains else None,
         notes,
+        marks,
     )
 
 

@@ -16,11 +16,12 @@ import pyarrow as pa
 from zync_assets.audit.guard import check_before_ingest
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.conflicts import EVERYWHERE
-from zync_assets.errors import DataLoss, TopicMissing, TopicRecreated, ZyncError
+from zync_assets.errors import DataLoss, TopicMissing, TopicRecreated, TopicTruncated, ZyncError
 from zync_assets.ingest import source
 from zync_assets.ingest.files import RangeReading, decoded_types
 from zync_assets.ingest.shape import looks_at_time, shaped_records
 from zync_assets.ingest.source import TopicSource, read_chunks
+from zync_assets.kafka.reader import ANEW
 from zync_assets.kafka.topics import TopicState, led_state, offsets_at
 from zync_assets.lake import raw
 from zync_assets.lake.raw import RawState
@@ -59,9 +60,6 @@ class IngestPlan:
     @property
     def nothing_to_do(self) -> bool:
         return not self.ranges and not self.first and not self.losses
-
-
-_ANEW = " To begin anew, give the input another pool, and its outputs another staging pool and other topics."
 
 
 @dataclass(frozen=True)
@@ -207,6 +205,7 @@ def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> TopicS
         *source.known_ids(state),
         fixed_schema=item.on_schema_change != "merge",
         order=item.order,
+        marks={(partition, state.next[partition]): mark for partition, mark in state.marks.items()} if state else {},
     )
 
 
@@ -230,7 +229,7 @@ def _first_offsets(pipeline: Pipeline, item: Input, topic_state: TopicState, sta
 def recreation_error(item: Input, topic_state: TopicState) -> TopicRecreated:
     return TopicRecreated(
         f"topic {item.topic} is another topic than the one that {item.pool}.{item.topic} was made from (its id is now"
-        f" {topic_state.topic_id}): it was deleted and created again.{_ANEW}"
+        f" {topic_state.topic_id}): it was deleted and created again.{ANEW}"
     )
 
 
@@ -240,7 +239,7 @@ def absent_error(item: Input, *, was_there: bool) -> TopicMissing:
         return TopicMissing(f"topic {item.topic} is not there. Create it, or take it out of inputs.")
     return TopicMissing(
         f"topic {item.topic} is gone; it was there when it was ingested into {item.pool}.{item.topic}. A topic of that name that"
-        f" is created now is another topic.{_ANEW}"
+        f" is created now is another topic.{ANEW}"
     )
 
 
@@ -259,9 +258,9 @@ def _losses(
         upcoming = position.get(part.partition, part.low)
         new = state is not None and part.partition not in state.next
         if part.end < upcoming:
-            raise DataLoss(
+            raise TopicTruncated(
                 f"topic {item.topic}, partition {part.partition}: next offset {upcoming} is past the topic's end {part.end};"
-                f" the topic has lost records that were ingested. Restore the topic.{_ANEW}"
+                f" the topic has lost records that were ingested. Restore the topic.{ANEW}"
             )
         if part.low > upcoming:
             if item.on_data_loss == "fail":

@@ -29,11 +29,11 @@ from zync_assets.codecs.evolution import Arrival, differences, is_change, merge_
 from zync_assets.codecs.fields import Note, common_note, connect_note_of, optional, with_connect_note, with_lacking
 from zync_assets.errors import SchemaChanged, SchemaError, SchemaUnknown
 from zync_assets.ingest.order import own_orders
-from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.reader import mark_of, read_range
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake.raw import ORDER, RawState, WriterSchema
 from zync_assets.lake.raw_files import BAD_SCHEMA, HEADERS_TYPE, KAFKA_TYPE, raw_schema
-from zync_assets.offsets import OffsetRange
+from zync_assets.offsets import Mark, OffsetRange
 from zync_assets.pipeline import Input, RegistryConfig, SideFormat, SourceOrder
 
 _TIME = pa.timestamp("us", "UTC")
@@ -57,6 +57,8 @@ class TopicSource:
     """Whether records of a schema with other columns go into quarantine."""
     order: SourceOrder | None = None
     """The pipeline file's order of the input."""
+    marks: Mapping[tuple[int, int], Mark] = field(default_factory=dict[tuple[int, int], Mark])
+    """(Partition, its next offset) → the last record of the partition that was ingested."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,13 @@ class RecordChunk:
     """Some records of one partition, in offset order: the decoded records, and the bad records (``lake.raw_files.BAD_SCHEMA``).
 
     Decoded records have the columns of ``lake.raw_files.raw_schema``, and ``order`` where records have orders of their own.
-    ``last_time``: the time of the last record, milliseconds since the epoch.
+    ``last_time``: the time of the last record, milliseconds since the epoch; ``mark``: the last record.
     """
 
     records: pa.RecordBatch
     bad: pa.RecordBatch
     last_time: int
+    mark: Mark
     new_schemas: tuple[NewSchema, ...] = ()
 
 
@@ -93,7 +96,8 @@ def read_chunks(
     Raises what ``read_range`` and the registry raise; a record that can't be decoded raises nothing.
     """
     key, value = make_decoders(source)
-    for batch in read_range(source.kafka, source.topic, part.partition, part.first, part.end):
+    mark = source.marks.get((part.partition, part.first))
+    for batch in read_range(source.kafka, source.topic, part.partition, part.first, part.end, mark=mark):
         chunk = _decode(source, part.partition, batch, key, value, floor, now, rejections or {})
         floor = chunk.last_time
         yield chunk
@@ -167,11 +171,12 @@ def _decode(
     orders = own_orders(source.topic, source.order, {"kafka": kafka, "key": keys.values, "value": values.values})
     if orders is not None:
         records = records.append_column(ORDER, orders)
-    last_time = int(times[-1])
+    last_time, mark = int(times[-1]), mark_of(batch)
     arrivals = new_schemas(partition, batch.column("offset"), keys, values)
     if not errors:
-        return RecordChunk(records, _no_rows(), last_time, arrivals)
-    return RecordChunk(records.filter(pa.array(is_good)), _bad_rows(kafka, batch, errors), last_time, arrivals)
+        return RecordChunk(records, _no_rows(), last_time, mark, arrivals)
+    bad = _bad_rows(kafka, batch, errors)
+    return RecordChunk(records.filter(pa.array(is_good)), bad, last_time, mark, arrivals)
 
 
 def new_schemas(partition: int, offsets: pa.Array, keys: DecodedBatch, values: DecodedBatch) -> tuple[NewSchema, ...]:

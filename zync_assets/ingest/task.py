@@ -33,7 +33,7 @@ from zync_assets.lake.raw_files import (
     raw_schema,
     with_orders,
 )
-from zync_assets.offsets import OffsetRange
+from zync_assets.offsets import Mark, OffsetRange
 from zync_assets.spark.tasks import indexes
 
 CONTROL = "control"
@@ -56,6 +56,8 @@ class ReadEnd:
     error: ZyncError | None = None
     last_time: int = 0
     """The time of the last record, milliseconds since the epoch."""
+    mark: Mark | None = None
+    """The last record; None without records."""
     domain: str | None = None
     """The ``source.name`` of the first Debezium envelope."""
 
@@ -116,7 +118,7 @@ class TopicReader:
                 side = stack.enter_context(RangeWriter(self.side_uri, part.partition, self.side_name))
             for chunk in read_chunks(self.source, part, self.now, rejections, floor=end.last_time):
                 end.new_schemas.extend(chunk.new_schemas)
-                end.last_time = chunk.last_time
+                end.last_time, end.mark = chunk.last_time, chunk.mark
                 if side is not None:
                     side.write(chunk.bad)
                 if end.domain is None and ORDER in chunk.records.schema.names:

@@ -7,6 +7,7 @@ offset ``end - 1``. Arguments are plain data, so that a Spark task can make the 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +18,11 @@ import pyarrow as pa
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException
 
-from zync_assets.errors import DataLoss, TopicMissing
+from zync_assets.errors import DataLoss, TopicMissing, TopicTruncated
 from zync_assets.kafka.admin import BETWEEN_LEADERS
 from zync_assets.kafka.client import PATIENCE, UNKNOWN_TOPIC, UNREACHABLE, Connection
 from zync_assets.kafka.zero_copy import Intake, Trouble
+from zync_assets.offsets import Mark, place_text
 
 STALL_SECONDS = 60.0
 """Seconds without any progress after which the broker counts as gone."""
@@ -34,6 +36,11 @@ size of the records before a batch gets too large."""
 
 POLL = 0.05
 """Seconds that one call waits for a chunk to fill."""
+
+MARK_DISTANCE = 1000
+"""Offsets between a range and its mark at the most. A mark further away is not compared, since what lies between is read too."""
+
+ANEW = " To begin anew, give the input another pool, and its outputs another staging pool and other topics."
 
 TUNING: Mapping[str, Any] = {
     # By default a full local queue makes the fetcher pause for a second.
@@ -61,6 +68,9 @@ _GROUP: Mapping[str, str] = {"group.id": "zync"}
 """librdkafka demands a group's name. The reader assigns partitions itself and commits nothing, so that no group exists."""
 
 
+_OUT_OF_RANGE = (ClientError._AUTO_OFFSET_RESET, ClientError.OFFSET_OUT_OF_RANGE)
+
+
 def read_range(
     kafka: Mapping[str, str],
     topic: str,
@@ -71,6 +81,7 @@ def read_range(
     batch_records: int = 50_000,
     batch_bytes: int = 64 << 20,
     uncommitted: bool = False,
+    mark: Mark | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """The visible records with ``first <= offset < end``, as batches of RECORD_SCHEMA, in order.
 
@@ -78,16 +89,20 @@ def read_range(
     ``end`` must not be past the partition's last stable offset at the time of the call. ``uncommitted`` also returns the
     records of open and aborted transactions; ``end`` must then not be past the high watermark.
 
-    Raises DataLoss when records of the range were removed, TopicMissing, BrokerUnavailable after a minute without progress.
+    ``mark``: the last record before the range, as an earlier call read it. The call reads from there, and compares the record at
+    that offset. Nothing is compared where retention or compaction has removed the record.
+
+    Raises DataLoss when records of the range were removed, TopicTruncated if the record of ``mark`` is another one now,
+    TopicMissing, BrokerUnavailable after a minute without progress.
     """
     if first >= end:
         return
     doing = f"reading {topic}/{partition} from offset {first}"
     with open_intake(kafka, topic, partition, doing, uncommitted=uncommitted) as (intake, connection):
-        check_range(intake, connection, topic, partition, first, end)
-        intake.start(first, end - first)
+        low = check_range(intake, connection, topic, partition, first, end)
+        position = first if mark is None or mark.offset < max(low, first - MARK_DISTANCE) else mark.offset
+        intake.start(position, end - first)
         parts = _Parts()
-        position = first
         chunk = min(FIRST, batch_records)
         progress = time.monotonic()
         while position < end:
@@ -100,12 +115,21 @@ def read_range(
                 continue
             progress = time.monotonic()
             connection.note_answer()
-            if fetch.records:
-                size = parts.add(fetch.records, end)
+            records = fetch.records
+            if records:
+                if mark is not None and position < first:
+                    records = _records_after(mark, records, first, place_text(topic, partition, mark.offset))
                 position = max(position, fetch.records["offset"][-1].as_py() + 1)
+            if records:
+                size = parts.add(records, end)
                 # Large records: ask for fewer at once, so that a batch stays near its limit.
-                chunk = max(1, min(CHUNK, batch_records, batch_bytes * len(fetch.records) // (8 * size + 1) + 1))
+                chunk = max(1, min(CHUNK, batch_records, batch_bytes * len(records) // (8 * size + 1) + 1))
             for trouble in fetch.troubles:
+                if position < first and trouble.error.code() in _OUT_OF_RANGE:
+                    # Retention has removed the marked record since the check of the range.
+                    position = first
+                    intake.start(position, end - first)
+                    continue
                 offset_text = f"{position} (wanted up to {end})"
                 position = max(position, reported_end(trouble, connection, f"{topic}/{partition}", offset_text) or 0)
             if len(parts) >= batch_records or parts.bytes >= batch_bytes:
@@ -139,8 +163,29 @@ def reading_connection(kafka: Mapping[str, str], *, uncommitted: bool = False) -
     return Connection(kafka, {**TUNING, **_PROMISES, **isolation}, _GROUP)
 
 
-def check_range(intake: Intake, connection: Connection, topic: str, partition: int, first: int, end: int) -> None:
-    """Raise DataLoss unless the partition still holds ``first`` and already holds ``end - 1``."""
+def mark_of(records: pa.RecordBatch) -> Mark:
+    """The mark of the last of some records, which have the columns of RECORD_SCHEMA. The lake keeps digests of it."""
+    offset, timestamp, *sides = (records[name][-1].as_py() for name in ("offset", "timestamp", "key", "value"))
+    digest = hashlib.sha256(b"%d;" % (-1 if timestamp is None else timestamp))
+    for side in sides:
+        digest.update(b"-" if side is None else b"%d:" % len(side))
+        digest.update(side or b"")
+    return Mark(offset, int.from_bytes(digest.digest()[:7], "big"))
+
+
+def _records_after(mark: Mark, records: pa.RecordBatch, first: int, place: str) -> pa.RecordBatch:
+    """The records from offset ``first`` on. TopicTruncated if the first record has the mark's offset and is another record."""
+    if records["offset"][0].as_py() == mark.offset and mark_of(records.slice(0, 1)) != mark:
+        raise TopicTruncated(
+            f"{place}: Kafka has another record there than the one that was ingested; the topic has lost records that were"
+            f" ingested, and later records took their offsets. Nothing was ingested. Restore the topic.{ANEW}"
+        )
+    return records.slice(int(np.searchsorted(records["offset"].to_numpy(), first)))
+
+
+def check_range(intake: Intake, connection: Connection, topic: str, partition: int, first: int, end: int) -> int:
+    """The partition's low watermark. Raises DataLoss unless the partition still holds ``first`` and already holds
+    ``end - 1``."""
     doing = f"reading {topic}/{partition} from offset {first}"
     try:
         low, high = _watermarks(intake, connection, doing)
@@ -162,6 +207,7 @@ def check_range(intake: Intake, connection: Connection, topic: str, partition: i
             f"{topic}/{partition} ends at offset {high}, before the wanted end {end}: "
             "it was truncated or created again; start a new pool for it if that is meant"
         )
+    return low
 
 
 def _watermarks(intake: Intake, connection: Connection, doing: str) -> tuple[int, int]:
@@ -227,7 +273,7 @@ def reported_end(trouble: Trouble, connection: Connection, place: str, offset: s
     error = trouble.error
     if error.code() == ClientError._PARTITION_EOF:
         return trouble.offset
-    if error.code() in (ClientError._AUTO_OFFSET_RESET, ClientError.OFFSET_OUT_OF_RANGE):
+    if error.code() in _OUT_OF_RANGE:
         raise DataLoss(
             f"{place} no longer holds offset {offset}: retention has deleted it, or the topic was created again; "
             "raise the topic's retention, and set on-data-loss: continue on the input to go on after the gap"

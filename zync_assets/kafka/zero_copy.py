@@ -104,16 +104,17 @@ class Intake(Client):
         return low.value, high.value
 
     def start(self, first: int, count: int) -> None:
-        """Begin at offset ``first``. ``count``: how many records are expected, roughly."""
+        """Begin at offset ``first``, or go there. ``count``: how many records are expected, roughly."""
         if pays(count):
             from zync_assets.kafka import zero_copy_loops as loops
         else:
             from zync_assets.kafka import zero_copy_plain as loops
         self._loops: Any = loops
         topic, at = self._topic.encode(), self._partition
-        self._queue = self.library.rd_kafka_queue_get_partition(self.handle, topic, at)
-        # A later assignment keeps the separation: the partition's messages, and no other events, arrive in this queue.
-        self.library.rd_kafka_queue_forward(self._queue, None)
+        if not self._queue:
+            self._queue = self.library.rd_kafka_queue_get_partition(self.handle, topic, at)
+            # A later assignment keeps the separation: the partition's messages, and no other events, arrive in this queue.
+            self.library.rd_kafka_queue_forward(self._queue, None)
         places = self.library.rd_kafka_topic_partition_list_new(1)
         try:
             self.library.rd_kafka_topic_partition_list_add(places, topic, at)

@@ -13,6 +13,9 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
                              in milliseconds since the epoch; tables of older versions lack it (``times``)
     zync:order-high:<partition>, zync:order-low:<partition>
                              the highest order of all its records before the next offset, in a table with a source order
+    zync:mark:<partition>, zync:mark-digest:<partition>
+                             the offset and the digest (``offsets.Mark``) of its last record before the next offset, quarantined
+                             and left-out ones too; tables of older versions lack them
     zync:domain:<name>       how often the table's domain was set; the name with the highest number is the domain, and an
                              empty name means time order
     zync:kept:<partition>    below this offset retention removed the records (``retention``); what replays brought stays
@@ -48,7 +51,7 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict
 from zync_assets.lake import storage, tables, tampering
 from zync_assets.lake.log import DataFile, LakeTable, Order
-from zync_assets.offsets import OffsetRange, normalize
+from zync_assets.offsets import Mark, OffsetRange, normalize
 
 ORDER = "order"
 """The column of a record's place in its source's order."""
@@ -102,6 +105,8 @@ class RawState:
     ``raw_files.highest_times`` is the whole answer."""
     orders: Mapping[int, Order] = field(default_factory=dict)
     """Partition → the highest order of all records before the next offset, where records have a source order."""
+    marks: Mapping[int, Mark] = field(default_factory=dict)
+    """Partition → its last record before the next offset. Another record there shows that the topic was truncated."""
     reader_schema: pa.Schema | None = field(default=None, repr=False, kw_only=True)
     """The table's columns with fields that no record has had yet, where a reader asks for some."""
     with_ids: bool = field(default=False, kw_only=True)
@@ -188,7 +193,9 @@ def _state(table: LakeTable) -> RawState:
     ]
     highs, lows = of("order-high"), of("order-low")
     orders = {partition: (high, lows[partition]) for partition, high in highs.items()}
-    return RawState(table, of("first"), of("next"), bad_counts, replays, *other_numbers, orders=orders)
+    digests = of("mark-digest")
+    marks = {partition: Mark(offset, digests[partition]) for partition, offset in of("mark").items()}
+    return RawState(table, of("first"), of("next"), bad_counts, replays, *other_numbers, orders=orders, marks=marks)
 
 
 def check_whole(state: RawState) -> None:
@@ -322,6 +329,8 @@ class RawAdvance:
     """Partition → the attempt whose files in the side table count from now on."""
     times: Mapping[int, int] = field(default_factory=dict[int, int])
     """Partition → the highest time of its records, in milliseconds since the epoch."""
+    marks: Mapping[int, Mark] = field(default_factory=dict[int, Mark])
+    """Partition → its last record, where the batch has one."""
     writers: Sequence[WriterSchema] = ()
     """The writer schemas that the batch brought first."""
     orders: Mapping[int, Order] = field(default_factory=dict[int, Order])
@@ -380,6 +389,8 @@ def _numbers(before: RawState | None, advance: RawAdvance) -> dict[str, int]:
             new = sum(item.records for item in advance.files if item.partition == partition)
             numbers[f"zync:records:{partition}"] = old_count + new
     numbers |= {f"zync:time:{p}": time for p, time in advance.times.items() if p in advance.next}
+    for partition, mark in advance.marks.items():
+        numbers |= {f"zync:mark:{partition}": mark.offset, f"zync:mark-digest:{partition}": mark.digest}
     for partition, (high, low) in advance.orders.items():
         if partition in advance.next:
             numbers |= {f"zync:order-high:{partition}": high, f"zync:order-low:{partition}": low}

@@ -14,13 +14,14 @@ from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, Producer
 
 from zync_assets.codecs import arrays
-from zync_assets.errors import BrokerUnavailable, DataLoss, TopicMissing
+from zync_assets.errors import BrokerUnavailable, DataLoss, TopicMissing, TopicTruncated
 from zync_assets.kafka import reader
 from zync_assets.kafka.client import Connection
-from zync_assets.kafka.reader import read_range
+from zync_assets.kafka.reader import MARK_DISTANCE, mark_of, read_range
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.kafka.writer import InOrder
 from zync_assets.kafka.zero_copy import HEADERS, LATEST, RECORD_SCHEMA, timestamps
+from zync_assets.offsets import Mark
 from zync_assets_tests.kafka.conftest import Fill, await_end
 from zync_assets_tests.kafka.test_topics import delete_records
 
@@ -195,6 +196,73 @@ def test_records_that_go_while_they_are_read_are_a_loss(
     monkeypatch.setattr(reader, "check_range", lambda *_: delete_records(kafka, topic, 3))
     with pytest.raises(DataLoss, match=rf"{topic}/0 no longer holds offset 1"):
         read(kafka, topic, 1, 4)
+
+
+def values_after(kafka: dict[str, str], topic: str, mark: Mark, first: int, end: int) -> list[bytes | None]:
+    batches = read_range(kafka, topic, 0, first, end, mark=mark)
+    return pa.Table.from_batches(batches, RECORD_SCHEMA)["value"].to_pylist()
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_another_record_before_a_range_shows_that_the_topic_was_truncated(
+    kafka: dict[str, str], topic: str, fill: Fill
+) -> None:
+    fill(*"abcd")
+    (records,) = read_range(kafka, topic, 0, 0, 2)
+    mark = mark_of(records)
+    assert mark.offset == 1
+    assert values_after(kafka, topic, mark, 2, 4) == [b"c", b"d"]
+    assert values_after(kafka, topic, mark, 3, 4) == [b"d"]
+    for other in (Mark(1, mark.digest + 1), Mark(0, mark.digest)):
+        with pytest.raises(TopicTruncated, match=rf"topic {topic}, partition 0, offset {other.offset}: .*another pool"):
+            values_after(kafka, topic, other, 2, 4)
+
+
+def test_a_mark_tells_records_apart_by_time_key_and_value() -> None:
+    rows = [
+        (at, key, value) for at in (None, 1, 12) for key in (None, b"", b"k", b"12") for value in (None, b"", b"2k")
+    ]
+    columns: list[pa.Array] = [
+        pa.array([7] * len(rows), pa.int64()),
+        pa.array([row[0] for row in rows], pa.int64()),
+        pa.nulls(len(rows), HEADERS),
+        pa.array([row[1] for row in rows], pa.binary()),
+        pa.array([row[2] for row in rows], pa.binary()),
+    ]
+    records = pa.RecordBatch.from_arrays(columns, schema=RECORD_SCHEMA)
+    assert len({mark_of(records.slice(at, 1)) for at in range(len(rows))}) == len(rows)
+    # The lake keeps digests, so that they may not change.
+    assert mark_of(records.slice(0, 12)) == Mark(7, 35_480_143_921_982_425)
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_record_that_kafka_no_longer_has_is_not_compared(
+    kafka: dict[str, str], topic: str, fill: Fill, transactional: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill("a")
+    transactional.begin_transaction()
+    transactional.produce(topic, "b", partition=0)
+    transactional.flush(10)
+    transactional.abort_transaction(10)
+    await_end(kafka, topic, 3)
+    fill(*"def")
+    # Offset 1 is as invisible as if compaction had removed the record, and offset 2 is a marker of Kafka's.
+    for offset in (1, 2):
+        assert values_after(kafka, topic, Mark(offset, 1), 3, 6) == [b"d", b"e", b"f"]
+    monkeypatch.setattr(reader, "MARK_DISTANCE", 2)
+    assert values_after(kafka, topic, Mark(0, 1), 3, 6) == [b"d", b"e", b"f"]
+    monkeypatch.setattr(reader, "MARK_DISTANCE", MARK_DISTANCE)
+    real = reader.check_range
+
+    def removed_after_the_check(*arguments: Any) -> int:
+        low = real(*arguments)
+        delete_records(kafka, topic, 4)
+        return low
+
+    monkeypatch.setattr(reader, "check_range", removed_after_the_check)
+    assert values_after(kafka, topic, Mark(3, 1), 4, 6) == [b"e", b"f"]
+    # From now on, retention removed it before the check.
+    assert values_after(kafka, topic, Mark(3, 1), 4, 6) == [b"e", b"f"]
 
 
 @pytest.mark.usefixtures("soon_known")
