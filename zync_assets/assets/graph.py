@@ -79,8 +79,8 @@ def source(names: Names, labels: AssetLabels, topic: str) -> AssetSpec:
         names.topic_key(topic),
         description=(
             f"The Kafka topic **{topic}**, as its producer writes it (keys: {item.key.format}, values:"
-            f" {item.value.format}). zync only reads the topic. The metadata tells how many records each range has, and how far"
-            f" {table} is behind."
+            f" {item.value.format}). zync only reads the topic. The metadata of a range are its offsets. The last observation"
+            f" among the asset's events has the `lag`: how many offsets {table} is behind."
         ),
         partitions_def=raw_definition(names, topic),
         group_name=labels.group(SOURCES),

@@ -1,6 +1,6 @@
 """Reports of runs: the metadata of each range of a run, and an event for each other range that the run reached.
 
-The metadata of a range are its offsets, rows, schema and lag. They come from the range's extent in a raw table, in a
+The metadata of a range are its offsets, rows and schema. They come from the range's extent in a raw table, in a
 staging table or in a topic. A report reads logs and footers only, without a JVM.
 """
 
@@ -215,13 +215,9 @@ def column_schema(schema: pa.Schema) -> TableSchema:
     )
 
 
-def materialization(
-    key: AssetKey, extent: Extent, schema: pa.Schema | None = None, more: Mapping[str, Any] | None = None
-) -> AssetMaterialization:
+def materialization(key: AssetKey, extent: Extent, schema: pa.Schema | None = None) -> AssetMaterialization:
     """The materialisation event of one key, for work that was done outside the reporting run."""
-    return AssetMaterialization(
-        key, partition=format_key(extent.key), metadata={**of_extent(extent, schema), **(more or {})}
-    )
+    return AssetMaterialization(key, partition=format_key(extent.key), metadata=of_extent(extent, schema))
 
 
 PENDING = "pending"

@@ -140,13 +140,12 @@ def news(
     has_turn = busy_until <= now
     position, keys, turn = _turn(asset, entry, has_turn)
     fresh = [key for key in keys if key not in _known_ranges(instance, asset, keys)]
-    lag_metadata = {} if asset.lag is None else {"lag": asset.lag}
     extents, schema = _extents(facts, asset, fresh)
-    events: list[News] = [reports.materialization(asset.key, extent, schema, lag_metadata) for extent in extents]
-    cost = sum(not extent.complete for extent in extents)
-    lag = asset.lag if events else entry.get("lag")
-    if has_turn and lag != asset.lag:
-        events.append(AssetObservation(asset.key, metadata=lag_metadata))
+    events: list[News] = [reports.materialization(asset.key, extent, schema) for extent in extents]
+    cost, lag = sum(not extent.complete for extent in extents), entry.get("lag")
+    if has_turn and lag != asset.lag and len(events) < RANGES:
+        # An observation: Dagster would show the lag of the latest materialization, which stays when the lag is gone.
+        events.append(AssetObservation(asset.key, metadata={} if asset.lag is None else {"lag": asset.lag}))
         cost, lag = cost + 1, asset.lag
     new_entry: dict[str, Any] = {"next": _as_json(position), "lag": lag}
     if turn is not None:

@@ -145,12 +145,15 @@ def test_keys_are_added_before_they_are_run(services: Services, tmp_path: Path, 
         assert added[rig.names.staging_partitions("Staging")] == [OPEN]
 
 
-def test_lag_is_reported_when_it_changed(rig: Rig, ticks: Ticks) -> None:
+def test_lag_is_reported_when_it_changed_and_no_materialization_keeps_it(rig: Rig, ticks: Ticks) -> None:
     settled(rig, ticks)
     rig.send(rig.orders, orders(1, 2, 3))
-    (grown,) = [event for event in ticks().asset_events if event.asset_key == rig.names.topic_key(rig.orders)]
+    events = [event for event in ticks().asset_events if event.asset_key == rig.names.topic_key(rig.orders)]
+    grown, behind = events
     assert isinstance(grown, AssetMaterialization)
-    assert grown.metadata["lag"].value == 3
+    assert (grown.metadata["last_offset"].value, "lag" in grown.metadata) == (2, False)
+    assert isinstance(behind, AssetObservation)
+    assert behind.metadata["lag"].value == 3
     rig.ingest(rig.orders)
     (caught_up,) = [event for event in ticks().asset_events if event.asset_key == rig.names.topic_key(rig.orders)]
     assert isinstance(caught_up, AssetObservation)
@@ -562,7 +565,8 @@ def test_what_runs_reported_is_looked_up_at_once(rig: Rig) -> None:
     for event in events[1:]:
         rig.instance.report_runless_asset_event(event)
     again, cursor = sensor.news(made, rig.instance, standing, {}, 1e9)
-    assert [event.partition for event in again] == [OPEN]
+    # Beside the range, the lag.
+    assert [event.partition for event in again] == [OPEN, None]
     assert cursor["next"] == {"0": 20_000_005}
 
 
@@ -579,6 +583,8 @@ def test_a_day_of_a_live_topic_makes_a_bounded_number_of_events(rig: Rig) -> Non
         events, cursor = sensor.news(now, rig.instance, replace(standing, next=ends), cursor, start + 5 * tick)
         counts.update(event.partition for event in events)
     assert counts.total() <= 24 * 60 + 20
+    # The lag, which stands still.
+    assert counts.pop(None) == 1
     assert len(counts) == 7 and max(counts.values()) - min(counts.values()) <= 1
 
 
