@@ -24,23 +24,25 @@ from zync_assets.assets.build import build_definitions
 from zync_assets.pipeline_file.loader import load_pipeline
 
 STARTER = """# A pipeline of zync_assets. `zync help` shows every key of a file.
-kafka: {bootstrap.servers: "${KAFKA_BOOTSTRAP_SERVERS:-localhost:9092}"}
-lake: ./lake
+kafka: {{bootstrap.servers: "${{KAFKA_BOOTSTRAP_SERVERS:-localhost:9092}}"}}
+# A folder or an object store's URI, outside this Python package: a package that is built or moved takes no lake with it.
+lake: ${{ZYNC_LAKE:-~/.zync/lakes}}/{name}
 inputs:
-  - {topic: orders, pool: Raw, format: json}
+  - {{topic: orders, pool: Raw, format: json}}
 """
-"""The pipeline file that ``dg scaffold defs`` makes: it ingests one topic."""
+"""The pipeline file that ``dg scaffold defs`` makes: it ingests one topic. ``name``: the pipeline's, for a lake of its own."""
 
 
 class ZyncPipelineScaffolder(Scaffolder):
-    """Makes ``defs.yaml`` and a first pipeline file, named as the folder."""
+    """Makes ``defs.yaml`` and a first pipeline file, named as the folder. The asset keys begin with the name, because several
+    starters may read one topic."""
 
     def scaffold(self, request: ScaffoldRequest[Any]) -> None:
         name = request.target_path.stem
         file = (request.target_path.parent if request.append else request.target_path) / f"{name}.yaml"
         if not file.exists():
-            file.write_text(STARTER)
-        scaffold_component(request, {"pipeline": file.name})
+            file.write_text(STARTER.format(name=name))
+        scaffold_component(request, {"pipeline": file.name, "key_prefix": name})
 
 
 @scaffold_with(ZyncPipelineScaffolder)

@@ -9,6 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+from dagster import Definitions, ScaffoldRequest
+from dagster.components.scaffold.scaffold import NoParams
+
+import zync_assets
+from zync_assets import build_definitions, load_pipeline
+from zync_assets.assets.component import ZyncPipelineScaffolder
 
 PYPROJECT = """
 [project]
@@ -57,7 +64,7 @@ class Project:
     def dg(self, *words: str) -> str:
         environment = {
             **os.environ,
-            "PYTHONPATH": str(self.folder / "src"),
+            "PYTHONPATH": os.pathsep.join([str(self.folder / "src"), str(Path(zync_assets.__file__).parents[1])]),
             "DAGSTER_DISABLE_TELEMETRY": "yes",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         }
@@ -65,6 +72,24 @@ class Project:
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+
+def test_two_starters_stand_side_by_side_and_their_lakes_lie_outside_the_package(tmp_path: Path) -> None:
+    component = "zync_assets.ZyncPipelineComponent"
+    loaded: list[Definitions] = []
+    for name in ("shop", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        ZyncPipelineScaffolder().scaffold(ScaffoldRequest(component, folder, "yaml", tmp_path, NoParams()))
+        defs_yaml = yaml.safe_load((folder / "defs.yaml").read_text())
+        assert defs_yaml == {"type": component, "attributes": {"pipeline": f"{name}.yaml", "key_prefix": name}}
+        loaded.append(build_definitions(folder / f"{name}.yaml", key_prefix=name))
+        assert load_pipeline(folder / f"{name}.yaml", {}).lake == str(Path.home() / ".zync/lakes" / name)
+        assert load_pipeline(folder / f"{name}.yaml", {"ZYNC_LAKE": "s3://b/lake"}).lake == f"s3://b/lake/{name}"
+    merged = Definitions.merge(*loaded)
+    Definitions.validate_loadable(merged)
+    keys = {key.to_user_string() for key in merged.resolve_all_asset_keys()}
+    assert keys == {f"{name}/{pool}/orders" for name in ("shop", "second") for pool in ("kafka", "Raw")}
 
 
 @pytest.mark.slow
