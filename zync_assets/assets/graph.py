@@ -3,6 +3,7 @@
 Their functions hold no work: a batch is read by the IO manager upstream and committed by the one downstream.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +31,7 @@ from zync_assets.assets.views import definition_metadata
 from zync_assets.etl.plan import EtlBatch, RawSlice, transform
 from zync_assets.etl.rules import kind_of
 from zync_assets.ingest.plan import RawBatch
-from zync_assets.pipeline import Output, Pipeline, Sink, SinkTable, table_name
+from zync_assets.pipeline import Output, Pipeline, Sink, SinkTable, pool_path
 from zync_assets.publish.plan import OutputBatch
 from zync_assets.sinks.plan import SinkBatch
 
@@ -40,6 +41,8 @@ from zync_assets.sinks.plan import SinkBatch
 SINGLE_RUN = BackfillPolicy.single_run()
 SOURCES, TARGETS = "source_topics", "output_topics"
 """The groups of topics: two, so that the graph can be read from left to right."""
+TABLE_NAME = "dagster/table_name"
+"""Metadata of a table. Dagster takes two assets with one value for one table, also in different code locations."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,28 @@ def group_names(pipeline: Pipeline) -> list[str]:
     """The groups of a pipeline's assets, from left to right."""
     pools = [item.pool for item in (*pipeline.inputs, *pipeline.outputs)]
     return list(dict.fromkeys([SOURCES, *pools, TARGETS, *(sink.name for sink in pipeline.sinks)]))
+
+
+def table_place(pipeline: Pipeline, pool: str, topic: str) -> str:
+    """A topic of a pool with its lake."""
+    return f"{str(pipeline.lake).rstrip('/')}/{pool_path(pool, topic)}"
+
+
+def target_place(pipeline: Pipeline, sink: Sink, table: SinkTable) -> str:
+    """A target table with its host and database, or its file or folder. Without the user, the password and the options.
+
+    The form of the URL of a user's class is not known, and the URL may hold a password. Its place is the sink's name.
+    """
+    if ":" in sink.kind:
+        return f"{pipeline.name}/{sink.name}/{table.name}"
+    address = re.split(r"[?#]", sink.url, maxsplit=1)[0]
+    scheme, mark, place = address.rpartition("://")
+    if sink.kind == "sqlite":
+        return f"{address.removeprefix('sqlite:///')}/{table.name}"
+    if not mark or sink.kind == "files":
+        return f"{address.rstrip('/')}/{table.name}"
+    # The pipeline file has no @ behind the host: a user or a password spells it %40.
+    return f"{scheme}://{place.rpartition('@')[2].rstrip('/')}/{table.name}"
 
 
 def build_assets(names: Names, labels: AssetLabels) -> list[AssetsDefinition | AssetSpec]:
@@ -114,7 +139,7 @@ def raw(names: Names, labels: AssetLabels, topic: str) -> AssetsDefinition:
                 kinds={"deltalake", "spark"},
                 owners=labels.owners,
                 tags=labels.tags,
-                metadata={"dagster/table_name": table_name(item.pool, topic)},
+                metadata={TABLE_NAME: table_place(names.pipeline, item.pool, topic)},
             )
         },
         partitions_def=raw_definition(names, topic),
@@ -142,7 +167,7 @@ def _foreign_asset(names: Names, labels: AssetLabels, item: Output) -> AssetSpec
         kinds={"deltalake"},
         owners=labels.owners,
         tags=labels.tags,
-        metadata={"dagster/table_name": table_name(item.pool, item.topic)},
+        metadata={TABLE_NAME: table_place(names.pipeline, item.pool, item.topic)},
     ).with_io_manager_key(names.resource("pool_io"))
 
 
@@ -251,7 +276,7 @@ def target_table(names: Names, labels: AssetLabels, sink: Sink, table: SinkTable
                 kinds={sink.kind} if ":" not in sink.kind else set(),
                 owners=labels.owners,
                 tags=labels.tags,
-                metadata={"dagster/table_name": table.name},
+                metadata={TABLE_NAME: target_place(names.pipeline, sink, table)},
             )
         },
         partitions_def=definition,
@@ -280,7 +305,7 @@ def _staging_out(names: Names, labels: AssetLabels, item: Output) -> AssetOut:
         owners=labels.owners,
         tags=labels.tags,
         metadata={
-            "dagster/table_name": table_name(item.pool, item.topic),
+            TABLE_NAME: table_place(names.pipeline, item.pool, item.topic),
             **definition_metadata(names.pipeline, item.topic),
         },
     )

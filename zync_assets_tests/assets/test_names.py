@@ -71,6 +71,33 @@ def test_a_table_may_have_a_name_that_dagster_does_not_take(tmp_path: Path) -> N
     }
 
 
+PLACES = """
+sinks:
+  - {name: one, type: sqlite, url: shop.db, from: [Raw.a.b], key: [id], table: orders}
+  - {name: two, type: postgres, url: 'postgresql://zync:hidden@host:5432/shop?sslmode=require', from: [Raw.a.b], key: [id],
+     table: orders}
+  - {name: three, type: files, url: out, from: [Raw.a.b]}
+"""
+
+
+def test_the_name_of_a_table_says_where_it_lies_and_tells_no_secret(tmp_path: Path) -> None:
+    """Dagster links the assets of all code locations that have one table name."""
+    places: dict[str, str] = {}
+    for lake in ("lake", "lake2"):
+        path = tmp_path / f"{lake}.yaml"
+        path.write_text(LOOKALIKES.replace("./lake", f"./{lake}") + PLACES)
+        definitions = build_definitions(pipeline_file.load(path), key_prefix=lake)
+        for spec in definitions.resolve_all_asset_specs():
+            if name := spec.metadata.get("dagster/table_name"):
+                places[spec.key.to_user_string()] = name
+    assert "hidden" not in str(places)
+    assert places["lake/one/orders"] == f"{tmp_path}/shop.db/orders"
+    assert places["lake/two/orders"] == "postgresql://host:5432/shop/orders"
+    assert places["lake/three/a.b"] == f"{tmp_path}/out/a.b"
+    assert places["lake/Raw/a.b"] == f"{tmp_path}/lake/Raw/a.b"
+    assert places["lake2/Staging/c.d"] == f"{tmp_path}/lake2/Staging/c.d"
+
+
 @pytest.mark.parametrize("topic", ["shop.public.orders", "with_underscore", "with-dash"])
 def test_an_asset_key_holds_the_topic_as_it_is(topic: str) -> None:
     own = names.Names(PIPELINE)
