@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from dagster import (
     AssetKey,
     AssetsDefinition,
     ComponentTree,
+    DagsterError,
     DagsterInstance,
     Definitions,
+    Failure,
     asset,
     define_asset_job,
     in_process_executor,
@@ -22,6 +25,7 @@ from zync_assets import PipelineFileError, SetupError, ZyncPipelineComponent, bu
 from zync_assets.assets.names import Names
 from zync_assets.assets.runs import ActiveRuns
 from zync_assets.pipeline import Pipeline
+from zync_assets_tests.test_readme import ROOT
 
 FILE = """
 kafka: {{bootstrap.servers: "192.0.2.1:9092"}}
@@ -232,6 +236,25 @@ def test_a_run_of_a_job_under_its_earlier_name_counts_as_under_way(tmp_path: Pat
         instance.create_run_for_job(old.resolve_job_def(job.removesuffix("_of_a")), tags={"zync/pipeline": "a"})
         assert "is not_started" in (ActiveRuns(instance).holds(job, []) or "")
         assert ActiveRuns(instance).holds(Names(pipeline(tmp_path, "b", topic)).ingest_job(topic), []) is None
+
+
+def test_the_page_says_what_a_run_needs_in_an_instance_of_ones_own(tmp_path: Path) -> None:
+    """The run gets as far as the broker, which does not answer."""
+    path = tmp_path / "shop.yaml"
+    path.write_text("kafka: {bootstrap.servers: '127.0.0.1:1'}\ninputs: [{topic: orders, pool: Raw, format: json}]")
+    definitions, page = build_definitions(path), (ROOT / "demo" / "dagster.md").read_text()
+    code = [line.strip() for line in page.splitlines() if re.match(r" {6}(instance\.|job)", line)]
+    with DagsterInstance.ephemeral(settings={"telemetry": {"enabled": False}}) as instance:
+        job = definitions.resolve_job_def("ingest_orders_of_shop")
+        for tags, refusal in (
+            ({}, "Cannot access partition_key for a non-partitioned run"),
+            ({"dagster/partition": "0:0-999999"}, "Nonexistent partition keys"),
+        ):
+            assert f"`{refusal}`" in page
+            with pytest.raises(DagsterError, match=refusal):
+                job.execute_in_process(instance=instance, tags=tags)
+        with pytest.raises(Failure, match="no Kafka broker answered at 127"):
+            exec("\n".join(code), {"instance": instance, "definitions": definitions})
 
 
 def test_a_pipeline_may_be_the_path_of_its_file(tmp_path: Path, topic: str, monkeypatch: pytest.MonkeyPatch) -> None:
