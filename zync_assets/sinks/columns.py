@@ -57,7 +57,7 @@ class SourceColumn:
     source's value, whose absence leaves the column as it is; None: every record has the column. ``path``: of the column's field;
     None: the column is an expression. ``units``: microseconds in the unit of a number that becomes a time; 0: no such number.
     ``unset``: whether a record leaves the column as it is for another reason, as SQL; None: no record does. The value of such a
-    record is null, and a null in a key is refused."""
+    record is null, and a null in a key is refused. ``has_other``: whether ``sql`` has another value where the field is null."""
 
     column: Column
     sql: str
@@ -65,6 +65,7 @@ class SourceColumn:
     path: tuple[str, ...] | None = None
     units: int = 0
     unset: str | None = None
+    has_other: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,15 +229,17 @@ def make_layout(
     staged topic. ``types``: the types of the expressions of ``before: {set: ...}``. Raises SinkError if the key is missing.
     """
     root, kind = "value", sides.get("value", pa.null())
-    deletes = NO_VALUE
     envelope = sink.mode == "upsert" and not table.staged and _is_envelope(kind)
+    deletes = NO_VALUE
+    before = kind.field("before").type if envelope else pa.null()
     if envelope:
         root, kind = "value.after", kind.field("after").type
         deletes = f"CASE WHEN {NO_VALUE} OR value.op = 'd' THEN true WHEN value.after IS NOT NULL THEN false END"
     fields, is_raw = {name: value_fields(text) for name, text in schemas.items()}, not table.staged
     partial = PartialRecords(root, kind, fields, is_raw and sink.mode == "upsert", placeholder)
     values = {item.column.name: item for item in _side(root, kind, "value", partial)}
-    keys = _key(sink, table, sides, values)
+    in_key = {name: _with_before(item, kind, before) for name, item in values.items()} if envelope else values
+    keys = _key(sink, table, sides, in_key)
     if sink.mode == "insert":
         places = [_coordinate(name, f"kafka_{name}") for name in COORDINATES]
         of_key = {} if "key" not in sides else {item.column.name: item for item in _side("key", sides["key"], "key")}
@@ -296,7 +299,11 @@ def make_layout(
         spec = replace(spec, columns=_function_columns(sink.before, spec))
     deletes = deletes if sink.mode == "upsert" else "false"
     layout = Layout(spec, tuple(items), deletes, schemas=partial.schemas, function=sink.before)
-    return _with_condition(layout, sink, [_value(item) for item in items if item.column.name in key], partial)
+    layout = _with_condition(layout, sink, [_value(item) for item in items if item.column.name in key], partial)
+    if not envelope or {item.sql for item in keys}.isdisjoint(item.sql for item in in_key.values()):
+        return layout
+    # The key is a part of the row, which a tombstone lacks. Debezium's delete before the tombstone has deleted the row.
+    return replace(layout, where=("value IS NOT NULL", *layout.where))
 
 
 def _with_condition(layout: Layout, sink: Sink, keys: Sequence[str], partial: PartialRecords) -> Layout:
@@ -377,7 +384,8 @@ def _key_column(
             return of_key[column_name]
         if of_key and not pa.types.is_struct(kind) and len(sink.key) == 1:
             (single,) = of_key.values()
-            return replace(single, column=replace(single.column, name=column_name))
+            single = replace(single, column=replace(single.column, name=column_name))
+            return single if dot or name not in values else _with_field(single, values[name])
     column_name = field_name if dot and side == "value" else name
     if side != "key" and column_name in values:
         return replace(values[column_name], name=None)
@@ -385,6 +393,24 @@ def _key_column(
     raise SinkError(
         f"sink {sink.name}, {table.source}: key: names {name}, and the records have {names or 'no fields'}. Correct the name."
     )
+
+
+def _with_field(key: SourceColumn, item: SourceColumn) -> SourceColumn:
+    """The column of a record's own key, and of a field of its value for a record without a key."""
+    kind, own_kind, sql = item.column.type, key.column.type, _value(item)
+    if kind != own_kind and pa.types.is_string(own_kind) and not (pa.types.is_nested(kind) or pa.types.is_binary(kind)):
+        kind, sql = own_kind, f"CAST({sql} AS STRING)"
+    return replace(key, sql=f"coalesce({key.sql}, {sql})", has_other=True) if kind == own_kind else key
+
+
+def _with_before(item: SourceColumn, after: pa.DataType, before: pa.DataType) -> SourceColumn:
+    """The column of an envelope's row as a part of the key. A delete has its key in ``before``."""
+    assert item.path is not None
+    name = item.path[-1]
+    at = before.get_field_index(name) if pa.types.is_struct(before) else -1
+    if at < 0 or before.field(at).type != after.field(name).type:
+        return item
+    return replace(item, sql=f"if(value.after IS NULL, value.before.{name_sql(name)}, {item.sql})", path=None)
 
 
 def _coordinate(name: str, column: str) -> SourceColumn:

@@ -141,7 +141,7 @@ class SinkBatch:
 
 
 class UnsentValue(SinkError):
-    """A record of a plain source leaves a column as it is, because it has Debezium's placeholder."""
+    """A record of a plain source has a column elsewhere, or leaves it as it is, because it has Debezium's placeholder."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,8 @@ class PlainSource:
             for item, values in zip(table_layout.columns, arrays, strict=False):
                 if item.unset is not None and pc.any(pc.is_in(values, pa.array(self.placeholder))).as_py():
                     raise UnsentValue(f"column {item.column.name} has a value that was not sent")
+                if item.has_other and values.null_count:
+                    raise UnsentValue(f"column {item.column.name} has its value elsewhere in the record")
             is_delete = pa.array(np.full(batch.num_rows, self.has_deletes))
             if self.has_deletes and value in batch.schema.names:
                 is_delete = batch.column(value).is_null()
@@ -354,16 +356,7 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
             kinds = {item.name: item.dataType for item in frame.schema}
         types = {name: _held_type(plan, name, kind) for name, kind in kinds.items()}
     target = plan.target()
-    table_layout = make_layout(
-        sink,
-        table,
-        target,
-        sides,
-        comment,
-        schemas,
-        plan.pipeline.unavailable_value,
-        types,
-    )
+    table_layout = make_layout(sink, table, target, sides, comment, schemas, plan.pipeline.unavailable_value, types)
     _check_names(plan, target, table_layout)
     return table_layout
 

@@ -295,3 +295,30 @@ def test_a_field_that_came_later_equals_a_null_in_rows_that_were_written_before(
     result = comparison(spark, tmp_path, options)
     assert not result.passed
     assert "key='a': another value in list; key='b': another value in it." in result.summary
+
+
+def test_a_delete_of_an_envelope_has_its_key_in_before(spark: SparkSession, tmp_path: Path) -> None:
+    row = pa.struct([("id", pa.int64()), ("v", pa.string())])
+    kind = pa.struct([("before", row), ("after", row), ("op", pa.string())])
+
+    def change(op: str, before: int | None, after: int | None, v: str = "") -> tuple[None, object]:
+        sides = [None if number is None else {"id": number, "v": v} for number in (before, after)]
+        return None, {"before": sides[0], "after": sides[1], "op": op}
+
+    options = "key: [value.id]"
+    first = [change("c", None, 7, "a"), change("c", None, 8, "b"), change("u", 8, 8, "c")]
+    assert written(spark, tmp_path, first, pa.string(), kind, options) == [(7, "a"), (8, "c")]
+    # A tombstone follows a delete. A delete without `before`, and an update without a key, are refused.
+    row_without_key = (None, {"before": {"id": 8, "v": ""}, "after": {"id": None, "v": "x"}, "op": "u"})
+    more = [change("d", 7, None), (None, None), change("d", None, None), row_without_key]
+    assert written(spark, tmp_path, more, pa.string(), kind, options) == [(8, "c")]
+    refusals = 'SELECT "offset", error FROM zync_quarantine ORDER BY 1'
+    assert asked(tmp_path, refusals) == [(offset, "the key column id is null") for offset in (5, 6)]
+    assert comparison(spark, tmp_path, options).passed
+
+
+def test_a_record_without_a_key_has_the_key_in_the_field_of_that_name(spark: SparkSession, tmp_path: Path) -> None:
+    kind = pa.struct([("id", pa.int64()), ("v", pa.string())])
+    records = [(None, {"id": 1, "v": "a"}), (None, {"id": 1, "v": "b"}), ("own", {"id": 1, "v": "c"})]
+    assert written(spark, tmp_path, records, pa.string(), kind, "key: [id]") == [("1", "b"), ("own", "c")]
+    assert comparison(spark, tmp_path, "key: [id]").passed
