@@ -22,7 +22,7 @@ class ViewTable:
     """One table of a view: the latest rows of an input's records, by key.
 
     ``key``, ``row`` and ``deleted``: over the record's columns ``kafka``, ``key`` and ``value``. None as ``row``: ``value.after``
-    of a Debezium envelope, else ``value``. None as ``deleted``: a tombstone, or ``value.op = 'd'`` of an envelope.
+    of a Debezium envelope, else ``value``. None as ``deleted``: the deletes of ``codecs.fields.deletes_sql``.
     ``by_time``: a key may come in several partitions, and its last record is the one with the latest time.
     """
 

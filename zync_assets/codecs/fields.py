@@ -416,3 +416,22 @@ def is_envelope(value: pa.DataType) -> bool:
     """Whether values are those of Debezium: a struct with ``op`` and a row ``after``."""
     op, after = type_at(value, ["op"]), type_at(value, ["after"])
     return op is not None and pa.types.is_string(op) and after is not None and pa.types.is_struct(after)
+
+
+def deletes_sql(value: pa.DataType) -> str:
+    """Whether a record deletes its row, as SQL over ``value`` that is never null.
+
+    A tombstone does, and ``op = 'd'`` of Debezium's envelopes, whatever form the row has: MongoDB's ``after`` is a text. So does
+    ``__deleted``, which Debezium's ExtractNewRecordState adds to a row.
+    """
+    tests = ["value IS NULL"]
+    op, source, after = (type_at(value, [name]) for name in ("op", "source", "after"))
+    has_source = source is not None and pa.types.is_struct(source) and after is not None
+    if is_envelope(value) or (has_source and op is not None and pa.types.is_string(op)):
+        tests.append("coalesce(value.op = 'd', false)")
+    mark = type_at(value, ["__deleted"])
+    if mark is not None and pa.types.is_string(mark):
+        tests.append("coalesce(value.`__deleted` = 'true', false)")
+    if mark is not None and pa.types.is_boolean(mark):
+        tests.append("coalesce(value.`__deleted`, false)")
+    return " OR ".join(tests)

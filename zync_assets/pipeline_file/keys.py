@@ -162,7 +162,7 @@ VIEW = Section(
                     "a condition in Spark SQL",
                     "The records that delete their row.",
                     f"{_TABLE.format('topic: Invoices, deleted: value IS NULL OR value.gone')}",
-                    default="a tombstone, or `op = 'd'` of a Debezium envelope",
+                    default="a tombstone, `op = 'd'` of a Debezium envelope, or a true `__deleted`",
                 ),
                 Key(
                     "key-in-many-partitions",

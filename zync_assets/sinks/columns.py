@@ -1,7 +1,8 @@
 """The columns of a sink's table, made of the types of its source.
 
 A record of Debezium's envelope (``before``, ``after``, ``op``) is its row ``after`` where rows are upserted, and a delete
-where ``op`` is ``d``. A field that the source did not send leaves its column as it is.
+where ``op`` is ``d``. Of other records, ``codecs.fields.deletes_sql`` tells the deletes. A field that the source did not send
+leaves its column as it is.
 
 Where rows are upserted, a condition chooses rows. A record that does not meet it deletes the row of its key. A record that
 leaves out a field of the condition tells nothing of it: it updates the row if there is one.
@@ -16,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.fields import connect_note_of, fields_of
+from zync_assets.codecs.fields import connect_note_of, deletes_sql, fields_of
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.etl.rules.output_schemas import parse_group, value_fields
@@ -230,7 +231,7 @@ def make_layout(
     """
     root, kind = "value", sides.get("value", pa.null())
     envelope = sink.mode == "upsert" and not table.staged and _is_envelope(kind)
-    deletes = NO_VALUE
+    deletes = NO_VALUE if table.staged else deletes_sql(kind)
     before = kind.field("before").type if envelope else pa.null()
     if envelope:
         root, kind = "value.after", kind.field("after").type

@@ -322,3 +322,27 @@ def test_a_record_without_a_key_has_the_key_in_the_field_of_that_name(spark: Spa
     records = [(None, {"id": 1, "v": "a"}), (None, {"id": 1, "v": "b"}), ("own", {"id": 1, "v": "c"})]
     assert written(spark, tmp_path, records, pa.string(), kind, "key: [id]") == [("1", "b"), ("own", "c")]
     assert comparison(spark, tmp_path, "key: [id]").passed
+
+
+ROW_AS_TEXT = pa.struct(
+    [("after", pa.string()), ("op", pa.string()), ("source", pa.struct([("collection", pa.string())]))]
+)
+UNWRAPPED = pa.struct([("id", pa.int64()), ("v", pa.string()), ("__deleted", pa.string())])
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "delete"),
+    [
+        (ROW_AS_TEXT, {"after": "{}", "op": "u", "source": {"collection": "c"}}, {"after": None, "op": "d"}),
+        (UNWRAPPED, {"id": 1, "v": "a", "__deleted": "false"}, {"id": 1, "v": None, "__deleted": "true"}),
+    ],
+)
+def test_a_delete_is_known_by_debezium_s_marks_whatever_form_the_row_has(
+    spark: SparkSession, tmp_path: Path, kind: pa.DataType, change: object, delete: object
+) -> None:
+    records = [("1", change), ("2", change), ("3", change), ("1", delete), ("3", None)]
+    assert [row[0] for row in written(spark, tmp_path, records, pa.string(), kind, "evolve: none")] == ["2"]
+    # An appended record is a row, whatever it says.
+    log = RAW.replace("OPTIONS", "mode: insert").replace("table: rows", "table: log")
+    list(sink_all(loaded(tmp_path, log.replace("name: shop", "name: log")), lambda: spark))
+    assert asked(tmp_path, "SELECT count(*) FROM log") == [(5,)]

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from zync_assets.codecs.spark_types import parse_ddl, spark_type
+from zync_assets.codecs.fields import deletes_sql
+from zync_assets.codecs.spark_types import arrow_type, parse_ddl, spark_type
 from zync_assets.errors import LakeError
 from zync_assets.etl.rules.kind import Kind
 from zync_assets.etl.rules.shapes import headers_sql, is_envelope
@@ -19,6 +20,9 @@ from zync_assets.spark.sql import leaves, name_sql, shape_sql
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType
+
+_ENVELOPE_DELETES = "value IS NULL OR coalesce(value.op = 'd', false)"
+"""Whether a record deletes its row, of an envelope whose type is not known yet."""
 
 
 class ViewKind(Kind):
@@ -116,7 +120,7 @@ def latest_sql(item: ViewTable, pipeline: Pipeline) -> str:
     value = _value_type(pipeline, item.topic)
     envelope = value is None or is_envelope(value)
     row = item.row or ("value.after" if envelope else "value")
-    deleted = item.deleted or ("value IS NULL OR coalesce(value.op = 'd', false)" if envelope else "value IS NULL")
+    deleted = item.deleted or (_ENVELOPE_DELETES if value is None else deletes_sql(arrow_type(value)))
     name = f"{pipeline.input(item.topic).pool}.{name_sql(item.topic)}"
     order = "struct(kafka.time, kafka.partition, kafka.offset)" if item.by_time else "kafka.offset"
     latest = f"max_by(CASE WHEN NOT coalesce({deleted}, false) THEN struct({row} AS row) END, {order}) AS latest"

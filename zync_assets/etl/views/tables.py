@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.fields import lake_type_of
+from zync_assets.codecs.fields import deletes_sql, lake_type_of
 from zync_assets.codecs.spark_types import arrow_type, parse_ddl, spark_type
 from zync_assets.errors import EtlError, RegistryError
 from zync_assets.etl.rules.missing_fields import newest_type
@@ -243,8 +243,8 @@ def table_type(table: Table, frame: DataFrame, state: StagingState | None) -> Ta
     value = schema_of(frame)["value"].dataType
     envelope = is_envelope(value)
     row_sql = table.row or ("value.after" if envelope else "value")
-    absent = "(value IS NULL OR coalesce(value.op = 'd', false))" if envelope else "value IS NULL"
-    deleted = f"coalesce({table.deleted}, false)" if table.deleted is not None else absent
+    is_deleted = f"coalesce({table.deleted}, false)" if table.deleted is not None else deletes_sql(arrow_type(value))
+    deleted = f"({is_deleted})"
     key = shape_type({"": frame}, table.key, f"table {table.name}", "key")
     row = expression_type({"": frame}, f"({row_sql})", f"table {table.name}", "row")
     expression_type({"": frame}, deleted, f"table {table.name}", "deleted")

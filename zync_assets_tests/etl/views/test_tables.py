@@ -6,13 +6,22 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 
 from zync_assets.checks.state_checks import state_equals_raw
+from zync_assets.etl.rules.view import latest_sql
+from zync_assets.etl.views.tables import table_of, table_type
 from zync_assets.kafka.registry import Registry
+from zync_assets.lake.raw import open_raw
 from zync_assets.local.services import Services
-from zync_assets.pipeline import RegistryConfig
+from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import RegistryConfig, ViewTable
+from zync_assets.spark.frames import record_frame
+from zync_assets_tests.bench.data import append_raw
 from zync_assets_tests.mini import framed, make_pipeline, mini_of
+from zync_assets_tests.pipeline_file.problems import loaded
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -167,3 +176,54 @@ def test_fields_have_the_names_of_their_topics(
     found = [(*row["key"].values(), row["value"]) for row in it.staged()]
     assert sorted(found[:2]) == [(1, {"name": "Ann", "size": 3}), (2, {"name": "Bob", "size": 4})]
     assert sorted(found[2:]) == [(1, {"name": "Anna", "size": 3}), (2, None)]
+
+
+PLAIN = """\
+kafka: {bootstrap.servers: localhost}
+lake: ./lake
+inputs: [{topic: rows, pool: Raw, key-format: string, value-format: json, schema: "id bigint"}]
+"""
+SOURCE = ("source", pa.struct([("collection", pa.string())]))
+CHANGE = {"op": "u", "after": "{}", "source": {"collection": "c"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "change", "delete", "is_deleted"),
+    [
+        # MongoDB's row is a text, and ExtractNewRecordState marks the row itself.
+        ([("op", pa.string()), ("after", pa.string()), SOURCE], CHANGE, {"op": "d"}, True),
+        (
+            [("v", pa.string()), ("__deleted", pa.string())],
+            {"v": "a", "__deleted": "false"},
+            {"__deleted": "true"},
+            True,
+        ),
+        ([("v", pa.string()), ("__deleted", pa.bool_())], {"v": "a", "__deleted": False}, {"__deleted": True}, True),
+        # Another record may have a field `op`, too.
+        ([("op", pa.string()), ("after", pa.string())], {"op": "c", "after": "x"}, {"op": "d"}, False),
+        ([("v", pa.string()), ("__deleted", pa.int64())], {"v": "a", "__deleted": 0}, {"__deleted": 1}, False),
+    ],
+)
+def test_a_delete_is_known_by_debezium_s_marks_whatever_form_the_row_has(
+    spark: SparkSession,
+    tmp_path: Path,
+    fields: list[tuple[str, pa.DataType]],
+    change: Any,
+    delete: Any,
+    is_deleted: bool,
+) -> None:
+    keys, values = ["a", "b", "a", "c"], [change, change, delete, None]
+    kind, offsets = pa.struct(fields), np.arange(len(keys))
+    append_raw(f"{tmp_path}/lake", "Raw", "rows", offsets, pa.array(keys), pa.array(values, kind), pa.array(offsets))
+    pipeline, item = loaded(tmp_path, PLAIN), ViewTable("o", "rows")
+    state = open_raw(pipeline.lake, "Raw", "rows")
+    assert state is not None
+    frame = record_frame(spark, state, (OffsetRange(0, 0, len(keys)),))
+    # The definition is the earlier one, so that pools with the table go on.
+    table = table_of(item)
+    assert (table.name, table.deleted) == ("rows", None)
+    deleted = frame.orderBy("kafka.offset").selectExpr(table_type(table, frame, None).deleted_sql).collect()
+    assert [row[0] for row in deleted] == [False, False, is_deleted, True]
+    frame.createOrReplaceTempView("shown_rows")
+    shown = spark.sql(latest_sql(item, pipeline).replace("Raw.`rows`", "shown_rows")).collect()
+    assert len(shown) == (1 if is_deleted else 2)
