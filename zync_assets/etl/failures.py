@@ -3,8 +3,8 @@
 An expression of a rule fails on such a record, the output of the record can't be encoded, or ingest could not decode the record.
 Spark stops at the first record on which an expression fails, and does not name the record. ``fails`` is a condition that is true
 for such a record: Spark's ``try_to_binary`` returns NULL for any error inside its argument. One pass over a batch therefore finds
-every failing record. The pass needs the settings SETTINGS. Otherwise Spark computes an expression that occurs twice once, outside
-of ``try_to_binary``.
+every failing record. The pass needs ``spark.tasks.search_settings``. Otherwise Spark computes an expression that occurs twice
+only once, outside of ``try_to_binary``.
 """
 
 from __future__ import annotations

@@ -164,10 +164,10 @@ def _check(topic: str, before: Partitioning | None, text: str, place: str) -> No
     if before is None or before.text == text:
         return
     raise EtlError(
-        f"topic {topic}, {place}: keys would move to other partitions of the topic. Their partitions follow from"
-        f" `{_short(before.text)}`, and now would follow from `{_short(text)}`. Nothing was committed. Undo the change; or"
-        " give the output another topic and another staging pool. With partition-by: from the first record on, the schema of"
-        " the keys may change."
+        f"topic {topic}, {place}: keys would move to other partitions of the topic. So far, the partition of a key"
+        f" depended on `{_short(before.text)}`. Now it would depend on `{_short(text)}`. Nothing was committed. Undo the"
+        " change; or give the output another topic and another staging pool. Only an output that has"
+        " `partition-by` from its first record on may change the schema of its keys."
     )
 
 

@@ -1,13 +1,13 @@
-"""The rebuild of event rules: staging becomes what the present rules make of the raw history.
+"""The rebuild of event rules: staging gets the results of the present rules over the raw history.
 
-    history.recompute     the rules transform the raw records below *seen* once more, into a scratch pool, batch by batch
-    rebuild_rows          the outputs of the scratch pool that change the row of a key, after those that are staged
-    rebuild_account       the account of the inputs as the scratch pool has it
+    history.rebuild_events  transforms the raw records below *seen* again by the rules, into a scratch pool, batch by batch
+    rebuild_rows            the scratch pool's outputs that change the row of a key; they follow the staged outputs
+    rebuild_account         the account of the inputs, from the scratch pool
 
-Outputs and account are one commit. Numbers go on, and staged outputs stay as they are. Rows of keys are compared as
-consumers fold them: a record sets the fields of its own schema, and a tombstone deletes the row. A rebuilt output is a
-record of the scratch pool, from the first record on that sets a differing field. A key whose row lacks a field now gets a
-tombstone first.
+One commit holds the outputs and the account. Offsets continue, and staged outputs stay as they are. The rebuild compares the
+row of each key in staging and in the scratch pool. As in a consumer, a record sets the fields of its own schema, and a
+tombstone deletes the row. If the rows differ, the rebuild emits the scratch pool's records of the key, from the first record
+that sets a differing field. If the new row lacks a field of the staged row, a tombstone comes first.
 
 The account changes, because records of the future go by it. A record that an old rule used up must wait if it waits by the
 present rules, or its counterpart would never find it. By the new account, records may be done whose output an older record

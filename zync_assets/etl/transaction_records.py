@@ -30,8 +30,9 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.pipeline import Input, Pipeline, Transactions
 
 _ends: RecentCache[str, EndRecords] = RecentCache(2_000_000)
+"""URI of a raw file → its END records. A frontier that waits needs the same files again and again."""
 _events: RecentCache[str, Events] = RecentCache(2_000_000)
-"""Raw file → its records. A frontier that waits is compared with the same files again and again."""
+"""URI of a raw file → its changes, which a frontier that waits needs as often."""
 
 _ID, _NUMBER = "id", "data_collection_order"
 AGAIN = 200_000
