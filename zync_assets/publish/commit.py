@@ -410,7 +410,7 @@ def _refuse_second_attempt(topic: str) -> None:
 
 
 def windows(batches: Iterable[pa.RecordBatch], records: int, size: int) -> Iterator[list[pa.RecordBatch]]:
-    """``batches`` in lists of up to ``records`` records, fewer where they have ``size`` bytes before that.
+    """Groups ``batches`` into windows of at most ``records`` records. A window that reaches ``size`` bytes ends earlier.
 
     Only a batch that is larger than a window is divided: the rest of a divided batch would be encoded before the window is sent.
     """
@@ -435,8 +435,8 @@ def windows(batches: Iterable[pa.RecordBatch], records: int, size: int) -> Itera
 
 @contextmanager
 def prefetch(items: Iterator[T]) -> Generator[Iterator[T]]:
-    """``with prefetch(items) as results``: a thread makes the first item at once, and each later item while the caller uses the
-    item before it, but never earlier."""
+    """``with prefetch(items) as results``: a thread computes the first item at once. It computes each later item while the
+    caller uses the item before, and never earlier."""
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(next, items, None)
 

@@ -43,10 +43,10 @@ PATIENCE = 1.0
 
 @dataclass(frozen=True)
 class PartitionPlan:
-    """The state of a partition of an output topic compared with staging.
+    """An output partition in Kafka, compared with staging.
 
-    ``position``: the staged offsets; ``publish_state``: how far the partition is published; ``high``: its high watermark, for
-    a topic that must be created the base.
+    ``position``: the staged offsets. ``publish_state``: how far the partition is published. ``high``: the partition's high
+    watermark; for a topic that is not created yet, the base.
     """
 
     position: OutputPosition
@@ -160,9 +160,9 @@ class OutputBatch:
 
 @dataclass(frozen=True)
 class OutputEnds:
-    """Output topics as one look found them. ``snapshot``: has the tables of publish as they were before the look; ``states``: the
-    topics that exist; ``highs``: topic → its high watermarks, no entry for a topic that lacks one of them;
-    ``errors``: topic → its problem, or the error of its first partition without a leader."""
+    """The ends of output topics in Kafka, all read at one time. ``snapshot``: the tables of publish, read before. ``states``:
+    the topics that exist. ``highs``: topic → its high watermarks; no entry for a topic that lacks a watermark. ``errors``:
+    topic → its error, or the error of its first partition without a leader."""
 
     snapshot: Snapshot
     states: Mapping[str, TopicState]
@@ -237,11 +237,12 @@ def plan_publish(pipeline: Pipeline, topic: str, ends: OutputEnds | None = None)
 def small_outputs(
     pipeline: Pipeline, session: Session, topics: Sequence[str], patience: float | None
 ) -> tuple[dict[str, OutputBatch], list[str], list[ZyncError]]:
-    """The output topics that lack few records, with these; the others that have something to publish, or may have; and errors of
-    topics. None is small if there are few. ``patience``: seconds to wait for a partition's leader, and the topic's error is
-    among the errors then; None: such a topic is one of the others.
+    """Returns the batches of small topics, the other topics with records to publish or an unknown end, and the errors of
+    topics. A small topic lacks at most SMALL_OFFSETS records. If fewer than MANY topics are small, they are among the other
+    topics. ``patience``: the seconds to wait for a partition's leader; without a leader, the topic has an error. None: a topic
+    without a leader is among the other topics.
 
-    The checks of the small topics have passed. The batches share what was looked at.
+    The small topics have passed their checks. Their batches share one snapshot.
     """
     ends = read_output_ends(pipeline, topics, patience)
     batches: dict[str, OutputBatch] = {}

@@ -65,9 +65,9 @@ class Restored:
 
 @dataclass(frozen=True)
 class Archive:
-    """Where archived records come from. ``name``: the same for the same archive; ``open``: partition → batches with ``kafka``,
-    ``key`` and ``value``, in order, each with whether its keys and values are JSON texts, of an object of JSON lines. ``note``:
-    why the archive may lack objects; empty if it is complete."""
+    """The source of archived records. ``name``: an archive has the same name in every restore. ``open``: partition → batches in
+    order, with ``kafka``, ``key`` and ``value``. Each batch has a flag: its keys and values are JSON texts, of an object of
+    JSON lines. ``note``: why the archive may lack objects; empty if it is complete."""
 
     name: str
     topic: str
@@ -94,7 +94,7 @@ def _open_objects(source: str, since: int | None, until: int | None) -> Archive:
     url, _, query = source.removeprefix("files:").partition("?")
     root, _, topic = url.rpartition("/")
     if not root or not topic or "/" in query:
-        raise LakeError(f"--from {source}: write files:URL/topic. A query as ?format=jsonl follows the topic, if any.")
+        raise LakeError(f"--from {source}: write files:URL/topic. Put a query such as ?format=jsonl after the topic.")
     # The same folder is the same archive, wherever a restore is run.
     in_store = storage.is_store(root)
     root = LakeUri(root, stores.with_environment(root, {}, os.environ)) if in_store else str(Path(root).absolute())

@@ -256,7 +256,9 @@ def test_an_archive_of_objects_has_one_name_and_each_record_once(
     assert found.name == f"files:{tmp_path}/archive/t"
     assert found.name == restorer.open_archive(pipeline, f"files:{tmp_path}/archive/t").name
     for source in ("files:t", "files:archive?format=parquet/t", "files:archive/"):
-        with pytest.raises(LakeError, match=r"write files:URL/topic. A query as \?format=jsonl follows the topic"):
+        with pytest.raises(
+            LakeError, match=r"write files:URL/topic. Put a query such as \?format=jsonl after the topic"
+        ):
             restorer.open_archive(pipeline, source)
     (folder / "25-39.parquet").touch()
     with pytest.raises(LakeError, match=r"0/10-29.parquet and .*0/25-39.parquet both hold offset 25"):
