@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def merged_types(source: TopicSource, schemas: Sequence[pa.Schema]) -> TopicSource:
-    """The source with its sides' types after all files, in their order; what can't be merged has no say."""
+    """The source, with its sides' types merged with the types of all files, in order. A type that does not merge is ignored."""
     sides = {"key": source.key_type, "value": source.value_type}
     for schema in schemas:
         for name in sides.keys() & set(schema.names):
@@ -50,8 +50,8 @@ def merged_types(source: TopicSource, schemas: Sequence[pa.Schema]) -> TopicSour
 
 
 def can_read(source: TopicSource, schema: pa.Schema) -> bool:
-    """Whether a file can be read with the source's types. A new file has no long where the column is a double: only of a
-    column that was widened later do readers expect that."""
+    """Whether a file can be read with the source's types. A new file must not hold a long in a double column. Readers expect a
+    long there only if the column became a double after the file was written."""
     sides = {"key": source.key_type, "value": source.value_type}
     pairs = [
         (kind, schema.field(name).type) for name, kind in sides.items() if kind is not None and name in schema.names

@@ -268,7 +268,7 @@ def shaped_batch(kafka: pa.Array, rows: pa.RecordBatch, schema: pa.Schema) -> pa
 
 
 class _Gaps:
-    """Records that are left out, as ranges. None goes over an offset that is not there: it may lie in quarantine."""
+    """The offsets of left-out records, as ranges. No range spans a missing offset, because that record may be in quarantine."""
 
     def __init__(self) -> None:
         self._open_range: tuple[pa.StructArray, int, int] | None = None
