@@ -8,8 +8,8 @@ ClickHouse has no transactions of several statements. Each step can therefore be
 - The merge writes load tables first and the position last. With mode insert, an insert from a load table has a token of source,
   ranges and content, and a ClickHouse that still knows the token skips it. No other insert may be skipped: after an edit, the
   same range has other rows. It has a token of its own.
-- A partial record takes the columns that it leaves out from the present row of its key. Taken again, they are the same: the
-  record's own columns are set in any case, and no other record changed the row in between.
+- A partial record takes the columns that it leaves out from the present row of its key. A repeated step writes the same
+  row: it sets the record's own columns again, and no other record has changed the row in between.
 
 A reader may see the rows of a batch before the position has moved, but never a row's earlier state again.
 

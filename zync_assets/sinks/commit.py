@@ -91,12 +91,12 @@ class SinkCommit:
 def commit_sink(batch: SinkBatch) -> SinkCommit:
     """Write one batch, exactly once.
 
-    Raises CommitConflict if another run wrote first, TargetRefused if the batch has a refused record and too many others to
-    look for it (then a smaller batch is next), TableUnfit, TargetUnavailable, and BadRecords by ``on-bad-record``.
+    Raises CommitConflict if another run wrote first, TableUnfit, TargetUnavailable, and BadRecords by ``on-bad-record``.
+    Raises TargetRefused if the target refused a record and the batch is too large to search. The next batch is smaller then.
     """
     start, plan = time.monotonic(), batch.plan
     target, layout = plan.target(), batch.layout()
-    # 1. Stop at a failed check, as publishing and ETL do. Then the table is made, or changed.
+    # 1. Stop at a failed check, as publishing and ETL do. Then create the table, or change it.
     _refuse_failures(plan)
     with target.session():
         _prepare(target, plan, layout.spec)
@@ -107,20 +107,20 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
     count: int | None = None
     try:
         if appends:
-            # 2. One task appends the records and moves the positions, in one transaction.
+            # 2. If the target can append: one task appends the records and moves the positions, in one transaction.
             with suppress(UnsentValue):
                 count = _append(batch, layout, source)
         if count is None:
             with target.run(plan.place) as run:
-                # 2. Tasks load the folded records. No key is in two load tables.
+                # 3. If it did not append: tasks load the folded records. No key is in two load tables.
                 loads = _load(batch, layout, run, target.tasks)
-                # 3. One transaction merges them and moves the positions.
+                # 4. One transaction merges the load tables and moves the positions.
                 target.merge(replace(_merge_of(plan, layout), loads=tuple(loads)))
                 count = sum(load.rows for load in loads)
     except TargetRefused as error:
         if plan.offsets > SEARCH_OFFSETS:
             raise
-        # 4. A record is refused: one task applies ever smaller parts, and notes the record.
+        # 5. The target refused a record. One task applies smaller and smaller parts until it finds the record, and notes it.
         reason = error.reason if isinstance(error, ExpressionFailure) else ""
         with target.run(plan.place) as run:
             count, bad = _search(batch, layout, run, reason)

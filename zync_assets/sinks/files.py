@@ -87,7 +87,8 @@ class FilesTarget(Target):
 
     @contextmanager
     def run(self, place: Place) -> Generator[str]:
-        # A run that is dead now promises nothing more. What it has promised is made of its loads, and comes before they go.
+        # A dead run makes no further promises. The objects that it promised consist of its loads, and are made before the loads
+        # are removed.
         dead = self.dead_loads(place)
         with _lake_errors():
             complete(self.root, _name(place), archive.open_state(self.root, _name(place)))

@@ -1,7 +1,8 @@
 """A target that is an SQL database, through SQLAlchemy: its tables and the merge of a batch.
 
-A database differs in its types and in the way into a load table. These are methods of the classes in ``sinks.sqlite`` and
-``sinks.postgres``. Names are quoted by SQLAlchemy, and values are parameters.
+Databases differ in their types and in the way into a load table. The classes in ``sinks.sqlite``, ``sinks.postgres``,
+``sinks.mysql``, ``sinks.clickhouse`` and ``sinks.databend`` have methods for these differences. SQLAlchemy quotes the names.
+Values are parameters.
 """
 
 from __future__ import annotations
