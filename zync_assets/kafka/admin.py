@@ -1,6 +1,7 @@
-"""Questions to the brokers through librdkafka's admin client: asked within a deadline, again where another broker may know.
+"""Requests to the brokers through librdkafka's admin client, with a deadline. Another broker may get the same request.
 
-Of a cluster one broker may hang or be dead, and be a partition's leader; Kafka elects another, and who asks goes on there.
+A broker may hang or be dead while it is the leader of a partition. Kafka then elects another leader, and the request goes to
+the new leader.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from zync_assets.kafka.client import Connection, Operation
 T = TypeVar("T")
 
 ATTEMPT = 4.0
-"""Seconds after which another broker, or by then another leader, is asked the same."""
+"""Seconds to wait for one broker. The request then goes to another broker, or to a leader that was elected since."""
 ELECTION = 3.0
-"""How many times as long a cluster has to answer, or the leader of a partition where some broker did: Kafka takes a silent
-broker for dead after nine seconds, and then elects another leader."""
+"""The factor on a timeout for a cluster of several brokers, and for a partition's leader if any broker has answered. Kafka
+takes a silent broker for dead after nine seconds, and then elects another leader."""
 
 LOOK = 0.1
-"""Seconds between two looks at what went wrong, while an answer is waited for."""
+"""Seconds between two looks at a client's errors while a request is open."""
 
 _admins: dict[tuple[int, frozenset[tuple[str, str]]], _Admin] = {}
 _admins_lock = threading.Lock()

@@ -1,10 +1,11 @@
-"""Which side does not trust the other, and why: reports of librdkafka and OpenSSL as errors with a cure.
+"""Errors of TLS and of logins at brokers: which side does not trust the other, the reason, and the cure.
 
-The libraries below say "certificate verify failed" whatever the reason. OpenSSL knows it (``X509_V_ERR_*``), and Python's
+The libraries below say "certificate verify failed" for every reason. OpenSSL knows the reason (``X509_V_ERR_*``), and Python's
 ``ssl`` passes it on as ``verify_code``.
 
-librdkafka goes on trying whatever the reason; these reasons do not pass by themselves. Codes alone don't tell: a
-certificate that was refused comes as ``_SSL`` and as ``_TRANSPORT``, a token endpoint that is down as ``_AUTHENTICATION``.
+librdkafka tries again after each of these errors, but their reasons do not pass by themselves. The code of an error is not
+enough to find the reason. A refused certificate comes as ``_SSL`` or as ``_TRANSPORT``. A token endpoint that is down comes as
+``_AUTHENTICATION``.
 """
 
 from __future__ import annotations

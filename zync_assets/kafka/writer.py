@@ -30,13 +30,14 @@ from zync_assets.kafka.topics import high_watermark, record_limits
 from zync_assets.kafka.zero_copy import Handover, Report, has_headers
 
 STALL_SECONDS = 120.0
-"""Seconds without a delivery after which the broker counts as gone."""
+"""A broker counts as unreachable if it takes no record for this many seconds."""
 
 CHUNK_RECORDS = 10_000
 CHUNK_BYTES = 4 << 20
 QUEUE_RECORDS = 100_000
 QUEUE_BYTES = 64 << 20
-"""Records are handed over by the chunk; so many of a producer, and so many bytes, may wait for their report."""
+"""Records go to the producer in chunks. No chunk follows while more than QUEUE_RECORDS records, or QUEUE_BYTES bytes, await
+their delivery report."""
 
 BATCH_OVERHEAD = 61
 """Bytes of a record batch before its records (message format v2)."""
@@ -68,9 +69,9 @@ def _check_end(topic: str, partition: int, expected_offset: int, end: int, rebui
 
 def _foreign(topic: str, partition: int, offset: int, rebuild: str) -> ForeignRecord:
     return ForeignRecord(
-        f"{topic}/{partition} holds a record at offset {offset} that was not published from here: another producer "
-        f"writes to {topic}, and is to be stopped; or what a killed publisher had sent came later than settle allows for, and "
-        f"settle is to be raised. Then rebuild the topic with: {rebuild}"
+        f"{topic}/{partition} holds a record at offset {offset} that this pipeline did not publish. Either another "
+        f"producer writes to {topic}: stop this producer. Or records of a killed publisher arrived later than `settle` allows: "
+        f"raise `settle`. Then rebuild the topic with: {rebuild}"
     )
 
 
@@ -112,7 +113,7 @@ class SharedProducer:
 
     @property
     def is_full(self) -> bool:
-        """Whether so many records wait for their report that no more are to be handed over."""
+        """Whether too many records await their delivery report. The caller then hands over no more records."""
         writers = self.writers.values()
         records = sum(writer.sent - writer.confirmed for writer in writers)
         size = sum(writer.waiting_bytes for writer in writers)

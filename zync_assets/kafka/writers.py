@@ -119,10 +119,10 @@ class Writers:
 
 
 WAITING_RECORDS = 50_000
-"""So many records may wait for their report."""
+"""The most records that may await their delivery report."""
 
 SERVED_RECORDS = 100
-"""After so many records, reports are taken."""
+"""A writer takes delivery reports each time it has sent this many records."""
 
 _LENGTHS = 36
 """The most bytes of the lengths and deltas of a record, and of the lengths of a header."""

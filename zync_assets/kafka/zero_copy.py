@@ -234,8 +234,8 @@ _HEADER, _HEADERS = 9, 10
 
 @dataclass(frozen=True)
 class Report:
-    """How ``count`` records of a partition fared, which follow those of the partition's report before. ``last``: the offset of
-    the last record; None if the broker gave no offset."""
+    """The delivery report of ``count`` records of a partition. They follow the records of the partition's report before.
+    ``last``: the offset of the last record; None if the broker gave no offset."""
 
     partition: int
     count: int
