@@ -73,7 +73,7 @@ class ArchiveObject:
 
     @property
     def chunk(self) -> tuple[str, str, int, str]:
-        """What objects that may be merged have in common."""
+        """Two objects may be merged only if they are equal in these fields."""
         return self.topic, self.time, self.partition, self.suffix
 
 
@@ -118,7 +118,7 @@ class ArchiveUrl:
 
 
 def parse_url(url: str) -> ArchiveUrl:
-    """The parts of the URL of an archive. ValueError says what is wrong with it.
+    """The parts of the URL of an archive. Raises ValueError with the reason if the URL is wrong.
 
     >>> parse_url("s3://shop/archive?format=jsonl&interval=1d")
     ArchiveUrl(root='s3://shop/archive', format='jsonl', interval=86400)

@@ -164,10 +164,10 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
-    """Write the records of some files, which are ``alike``, as one; not yet committed. ``schema``: the table's, which all
-    columns get, but for numbers: these keep the types that the files have.
+    """Write the records of some files as one file, without a commit. The files are a run of ``split_by_types``. The new file
+    has the columns of ``schema``, the table's schema, but numbers keep the types of the files.
 
-    Raises LakeError if the files overlap or hold other than the log says.
+    Raises LakeError if the files overlap, or do not hold the records that the log names.
     """
     common_type: pa.DataType | None = pa.null()
     for item in run:
@@ -300,10 +300,10 @@ def clean(table: LakeTable, hours: float = RETENTION_HOURS) -> list[str]:
 
 
 def clean_log(table: LakeTable) -> int:
-    """Remove the log's files before the last checkpoint that leaves LOG_VERSIONS versions; how many there were.
+    """Remove the log's files before the last checkpoint that leaves LOG_VERSIONS versions. Returns the number of removed files.
 
-    Returns the number of removed files. A table's property ``delta.logRetentionDuration`` can keep more files. The property
-    ``delta.enableExpiredLogCleanup = false`` keeps every file.
+    A table's property ``delta.logRetentionDuration`` can keep more files. The property ``delta.enableExpiredLogCleanup =
+    false`` keeps every file.
     """
     properties = table.metadata.configuration
     if properties.get("delta.enableExpiredLogCleanup", "").lower() == "false":

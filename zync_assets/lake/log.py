@@ -261,7 +261,8 @@ class LakeTable:
         self.uri = uri
         self.version = delta.version()
         self.lock = threading.RLock()
-        """Whoever uses ``delta`` while another thread may commit holds the lock: the object is not given away meanwhile."""
+        """A caller holds the lock while it uses ``delta`` and another thread may commit. ``give_away`` then waits for the
+        caller."""
         self._delta: DeltaTable | None = delta
 
     @property

@@ -68,7 +68,8 @@ def open_publish_state(lake: str, pool: str, topic: str, partition: int = 0) -> 
 def open_published(lake: str, pool: str) -> LakeTable | None:
     """The table with the progress of a pool's publish; None where nothing was published.
 
-    Many threads ask at the same time. Each would read the log for itself, and so one after the other asks.
+    Many threads ask for the table at the same time. A lock lets one thread after the other ask. Without the lock, each thread
+    would read the whole log.
     """
     uri = storage.publish_uri(lake, pool)
     with _opening_locks.setdefault(uri, Lock()):
@@ -231,7 +232,7 @@ class _Commits:
 
     def _commit_entries(self, entries: Sequence[_Entry]) -> None:
         newest: LakeTable | None = None
-        # Where it can't be opened, each commit says why.
+        # If the table can't be opened, the commit of each entry gives the reason.
         with suppress(LakeError):
             newest = tables.open_table(entries[0].table.uri) if len(entries) > 1 else None
         together: list[_Entry] = []
@@ -247,8 +248,8 @@ class _Commits:
                 self._commit(entry.table, entry.numbers, [entry])
 
     def _is_untouched(self, entry: _Entry, newest: LakeTable) -> bool:
-        """Whether every commit since the entry's table was opened is known to set other numbers than the entry's: a commit on
-        the newest table then conflicts with nothing that a commit on the entry's table would not conflict with."""
+        """Whether all commits since the entry's table was opened are known to set other numbers than the entry. The entry can
+        then be committed on the newest table, and meets no other conflicts than on its own table."""
         if entry.table.metadata.id != newest.metadata.id or entry.table.version > newest.version:
             return False
         later = range(entry.table.version + 1, newest.version + 1)

@@ -78,7 +78,8 @@ def add(
 
 
 def withdraw(lake: str, pool: str, topic: str, files: Sequence[DataFile]) -> None:
-    """Take out the files of an attempt that can't be committed any more. Whoever dies before leaves that to others."""
+    """Remove the files of an attempt that can no longer be committed. If this process dies first, a later attempt removes
+    them."""
     while True:
         table = tables.open_table(storage.quarantine_uri(lake, pool, topic))
         paths = {item.path for item in table.files} if table else set[str]()

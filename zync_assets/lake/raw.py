@@ -7,10 +7,10 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:bad:<partition>     how many records of it were quarantined, ever
     zync:left-out:<partition>  how many records of it an input's shape left out, ever
     zync:began:<partition>   where the last batch that took offsets of it began
-    zync:attempt:<partition> the last committed attempt at a batch that put entries of it into the quarantine (``quarantine``)
-    zync:records:<partition>  how many records of it were ingested, ever; without those that replays brought
+    zync:attempt:<partition> the last committed attempt at a batch that put records of it into ``quarantine_table``
+    zync:records:<partition>  how many records of it were ingested, ever; replayed records do not count
     zync:time:<partition>    the highest time of all its records before the next offset, quarantined and left-out ones too,
-                             in milliseconds since the epoch; tables of older versions lack it (``times``)
+                             in milliseconds since the epoch; tables of older versions lack it (``raw_files.highest_times``)
     zync:order-high:<partition>, zync:order-low:<partition>
                              the highest order of all its records before the next offset, in a table with a source order
     zync:mark:<partition>, zync:mark-digest:<partition>
@@ -18,7 +18,7 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
                              and left-out ones too; tables of older versions lack them
     zync:domain:<name>       how often the table's domain was set; the name with the highest number is the domain, and an
                              empty name means time order
-    zync:kept:<partition>    below this offset retention removed the records (``retention``); what replays brought stays
+    zync:kept:<partition>    below this offset retention (``upkeep``) removed the records, but not replayed records
     zync:removed:<partition>  the number of records that retention removed
     zync:reached:<partition>  the highest time of the removed records
     zync:partitions          the number of partitions that have the numbers above
@@ -99,7 +99,8 @@ class RawState:
     retention_time: Mapping[int, int] = field(default_factory=dict)
     """Partition → the highest time of what retention removed, milliseconds since the epoch."""
     records: Mapping[int, int] = field(default_factory=dict)
-    """Partition → records that were ingested, ever, but for replays; without those of tables from before that was counted."""
+    """Partition → records that were ever ingested, without replayed records. Tables of older versions may not have counted
+    their first records."""
     times: Mapping[int, int] = field(default_factory=dict)
     """Partition → the highest time of all records before the next offset, milliseconds since the epoch, as the log has it;
     ``raw_files.highest_times`` is the whole answer."""

@@ -102,10 +102,11 @@ def is_s3(uri: str) -> bool:
 
 
 def filesystem(uri: str) -> tuple[fs.FileSystem, str]:
-    """The Arrow file system of a path or URI, and the path in it. An object store is asked through delta-rs, so that
-    files and log are opened by the same settings.
+    """The Arrow file system of a path or URI, and the path in it. delta-rs opens an object store, so that files and log are
+    opened by the same settings.
 
-    Its methods raise LakeError where the store is not there or refuses, and FileNotFoundError for a file alone.
+    The methods of a store's file system raise LakeError if the store is unreachable or refuses a request. They raise
+    FileNotFoundError only if a file is missing.
     """
     if not is_store(uri):
         return fs.LocalFileSystem(), str(Path(uri).absolute())

@@ -101,8 +101,8 @@ def open_table(uri: str, version: int | None = None) -> LakeTable | None:
 
 
 def _advance(uri: str) -> DeltaTable | None:
-    """delta-rs's object of an older version, at the newest one now: it reads the log entries since alone. None where there
-    is none, or the log is another one by now."""
+    """delta-rs's object of an older version, moved to the newest version. The object reads only the later log entries. None if
+    there is no object, or if another log has replaced the object's log."""
     delta, mark = _handovers.pop(uri, (None, None))
     if delta is None or log.mark(uri, delta.version()) != mark:
         return None
@@ -142,8 +142,8 @@ def _remember(table: LakeTable, before: tuple[LakeTable, log.Mark] | None) -> No
 def _check_absence(uri: str) -> None:
     if uri in _versions:
         raise LakeError(
-            f"table {uri} was there and is gone: its folder was moved or deleted, or is not mounted. Put it back and run again."
-            " If it is meant to be gone, start this program anew."
+            f"table {uri} existed before, and is missing now: its folder was moved or deleted, or is not mounted. Put the folder"
+            " back and run again. If the table was deleted on purpose, restart this program."
         )
 
 

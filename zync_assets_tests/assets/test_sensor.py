@@ -605,7 +605,7 @@ def test_a_lake_that_is_away_for_a_while_is_said_and_nothing_is_begun_anew(rig: 
         assert jobs(gone) == []
         assert gone.skip_reason is not None
         told = gone.skip_reason.skip_message or ""
-        assert f"{rig.payments}: table {lake}/Raw/{rig.payments} was there and is gone" in told
+        assert f"{rig.payments}: table {lake}/Raw/{rig.payments} existed before, and is missing now" in told
         assert "or is not mounted. Put it back" in told
     lake.rmdir()
     away.rename(lake)
