@@ -370,7 +370,7 @@ class TargetUnavailable(SinkError):
 
 
 class TargetRefused(SinkError):
-    """The target refused what it was given. The message is the target's own.
+    """The target refused the records of a batch. The message is the target's own.
 
     >>> from zync_assets import SinkError, TargetRefused
     >>> issubclass(TargetRefused, SinkError)

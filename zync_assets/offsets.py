@@ -134,14 +134,15 @@ def new_ranges(since: Mapping[int, int], until: Mapping[int, int]) -> list[Offse
 
 
 LEAST, MOST = 50_000, 2_500_000
-"""Offsets in one task."""
+"""The least and the most offsets of one task."""
 
 START = 100_000
-"""Offsets that a task would have read while it starts: a consumer is set up and waits for its first records, and what it has
-fetched past the end is thrown away."""
+"""The number of offsets that a task could read in the time of its start. It sets up a consumer and waits for the first records.
+It also throws away the records fetched past its end."""
 
 _ROUNDS = 4
-"""The most rounds of tasks, unless MOST asks for more. Further rounds would cost more than they even out."""
+"""The most tasks that a slot should run one after another. MOST may ask for more tasks. With further tasks, the slots end at
+more equal times, but the starts of the tasks cost more than that."""
 
 
 def shares(ranges: Sequence[OffsetRange], slots: int) -> list[OffsetRange]:

@@ -264,7 +264,8 @@ class Rule:
     expiry: Expiry | None = None
     """How long a pending record of the rule waits; None: for ever."""
     part_of: str | None = None
-    """The rule that this is a further output of: it takes no records of its own, and gets the matches of that rule."""
+    """The name of the rule whose further output this is. This rule takes no records of its own, and gets the matches of that
+    rule."""
     explode: str | None = None
     """An array: the rule makes an output of each element, which its expressions see as ``item``."""
 
@@ -279,7 +280,7 @@ class Rule:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The topics that the rule reads: its own, and those of its tables."""
+        """The topics that the rule reads: the topics of its sides and of its tables."""
         return tuple(dict.fromkeys((*self.topics, *(table.topic for table in self.tables))))
 
     def counterparts(self, side: Side) -> tuple[Side, ...]:

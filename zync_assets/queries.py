@@ -14,7 +14,7 @@ Path: TypeAlias = tuple[str, ...]
 """The names of a field from its record on: ``("in", "value", "after", "ID")``."""
 
 Missing: TypeAlias = Literal["wait", "null", "quarantine"]
-"""What becomes of a record whose row is missing."""
+"""The fate of a record whose look-up finds no row: the record waits, gets nulls, or goes into quarantine."""
 
 
 @dataclass(frozen=True)

@@ -231,8 +231,8 @@ def keep_up(spark: SparkSession, before: tables.LakeTable | None, retention_ms: 
 
 
 def compact(spark: SparkSession, uri: str, span: int | None = None) -> int:
-    """Make small neighbouring files one, in Spark tasks, in one commit; returns how many files went. ``span``: see
-    ``compaction.is_due``.
+    """Merge small neighbouring files in Spark tasks, with one commit. Returns the number of removed files. ``span``: see
+    ``compaction.due_runs``.
 
     Raises CommitConflict if another compaction came first; nothing of this one is visible then.
     """
