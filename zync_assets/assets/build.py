@@ -304,7 +304,7 @@ def _checks_jobs(names: Names, checks: Sequence[AssetChecksDefinition]) -> list[
 
 
 def _job(names: Names, name: str, selection: AssetSelection, description: str) -> Any:
-    # One process a run: its steps share one Spark session.
+    # All steps of a run are in one process, so that they share one Spark session.
     return define_asset_job(
         name,
         selection,

@@ -39,7 +39,7 @@ def _spelling(character: str) -> str:
 
 
 def argument(topic: str) -> str:
-    """A topic as an input or output of an op; some plain words are taken there."""
+    """The name of a topic as an input or output of an op. The prefix keeps it apart from names that Dagster reserves."""
     return f"of_{identifier(topic)}"
 
 

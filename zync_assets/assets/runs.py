@@ -126,7 +126,8 @@ AWAIT_SECONDS = 30.0
 AWAIT_PAUSE = 0.2
 FIRST_WAIT = 10.0
 LONGEST_WAIT = 300.0
-"""Seconds to wait after a failed run: the first, doubled with each further failure, at the most the second."""
+"""Seconds to wait after a failed run. The wait is FIRST_WAIT at first, doubles with each further failure, and stops at
+LONGEST_WAIT."""
 
 
 class ActiveRuns:

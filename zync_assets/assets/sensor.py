@@ -130,11 +130,11 @@ def asset_positions(names: Names, facts: Facts) -> Iterator[AssetPosition]:
 def news(
     facts: Facts, instance: DagsterInstance, asset: AssetPosition, entry: Mapping[str, Any], now: float
 ) -> tuple[list[News], dict[str, Any]]:
-    """Events of the ranges in which an asset moved since ``entry`` and which no run has reported as they are now; and
-    what the cursor says of the asset after them.
+    """Events for the ranges in which an asset moved since ``entry``, without ranges that a run has reported as they are now.
+    Also returns the asset's new entry in the cursor.
 
-    ``entry`` and the second result: ``next`` (partition → offset up to which all is reported), ``lag``, ``turn`` (the
-    partition whose turn is first), ``used`` (seconds since the epoch up to which the asset's time is used up).
+    Entries hold ``next`` (partition → the offset up to which everything is reported), ``lag``, ``turn`` (the partition that the
+    next tick takes first), ``used`` (seconds since the epoch up to which the asset's time is used up).
     """
     busy_until = max(float(entry.get("used", 0.0)), now - SAVED_SECONDS)
     has_turn = busy_until <= now
@@ -232,8 +232,8 @@ ASSET_PARTITION_RANGE_START_TAG: str = private("dagster", _TAGS, "ASSET_PARTITIO
 ASSET_PARTITION_RANGE_END_TAG: str = private("dagster", _TAGS, "ASSET_PARTITION_RANGE_END_TAG")
 
 INTERVAL_SECONDS = 4
-"""A tick every 5 s: that is how often Dagster's daemon looks, and at 5 it finds the interval not quite over every second
-time."""
+"""With 4, the sensor ticks every 5 s: Dagster's daemon looks at the sensor every 5 s. With 5, the interval would be not quite
+over at every second look."""
 MOST_RUNS = 2
 """Runs of one pipeline that the sensor has under way at once: each is a process with a Spark session of its own. The
 sensor allows a run that awaits ingest beside these runs."""
