@@ -28,11 +28,11 @@ SPAN = 4096
 SCHEMA_IDS = ("key_schema_id", "value_schema_id")
 """The raw table's columns with the registry ids of the writers' schemas."""
 MANY_RANGES = 32
-"""More ranges than these are joined with, rather than written into a condition."""
+"""A query with more ranges than this joins with them. Fewer ranges stand in its condition."""
 
 _PLACES = pa.schema([("at_partition", pa.int32()), ("low", pa.int64()), ("high", pa.int64())])
 _SPANS = 50_000
-"""Into as many spans of equal length the offsets of files with a carried time are cut at the most."""
+"""The most spans of equal length into which the offsets of files with a carried time are cut."""
 _SPAN_TIMES = pa.schema([("at", pa.int32()), ("low", pa.int64()), ("high", pa.int64()), ("reached", pa.int64())])
 
 

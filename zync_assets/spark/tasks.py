@@ -127,7 +127,8 @@ def run_tasks(spark: SparkSession, count: int, work: Callable[[int], T]) -> list
 
 
 MANY = 4
-"""Small topics from which on a step works on them side by side. Of fewer, each topic's own Spark job costs little."""
+"""If at least this many topics are small, a step works on them side by side. With fewer topics, a Spark job for each costs
+little."""
 SMALL_OFFSETS = 20_000
 """The most new offsets of a small topic."""
 THREADS = 64
