@@ -167,7 +167,8 @@ def pick(array: pa.Array, indices: npt.NDArray[np.int64]) -> pa.Array:
 
 
 _PARTS = 8
-"""Into so many parts an array is cut when one of its values fails: few tries for one bad value, and few if all are."""
+"""The number of parts into which an array is cut when a value in it fails. With 8 parts, one bad value needs few tries, and so
+does an array of bad values."""
 
 
 _UNKNOWN = 255

@@ -39,8 +39,8 @@ _JOINS = [
     (2, np.uint64(0x3FFF00003FFF0000), np.uint64(2)),
     (4, np.uint64(0x0FFFFFFF00000000), np.uint64(4)),
 ]
-"""How a varint's bits are put together, pair by pair: longer ones than this have a higher half, those bits, and it is so
-many bits too high."""
+"""The steps that join the 7-bit groups of a varint, pair by pair: (length, mask, shift). A step is for varints of more bytes
+than ``length``. In each pair, ``mask`` selects the higher half, which then moves down by ``shift`` bits."""
 _FEW, _MANY = 16, 64
 _ALL: Mask = np.empty(0, dtype=np.bool_)
 """For compiled loops: all records are valid."""

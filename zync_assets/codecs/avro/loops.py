@@ -23,8 +23,9 @@ _VARINTS_SIGNATURE = types.boolean(_Bytes, _Longs, _Longs, _Flags, _Longs, _Flag
 
 @njit(_VARINTS_SIGNATURE, cache=True, nogil=True)
 def read_varints(data: Any, pos: Any, end: Any, valid: Any, values: Any, odd: Any, lengths: bool) -> bool:
-    """``lengths``: what is read are lengths, of bytes that the record must have. A function of its own for one value would
-    cost more than the reading: numba counts references to each array that it is given."""
+    """Reads a varint at each position. ``lengths``: the varints are lengths of bytes that the record must have. The loop calls
+    no function for a single varint. A call would cost more than the read, because numba counts the references to each array
+    argument."""
     any_odd = False
     all_ = len(valid) == 0
     for index in range(len(pos)):

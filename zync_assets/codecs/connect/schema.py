@@ -88,7 +88,7 @@ _SIMPLE: Mapping[str, pa.DataType] = {
     "bytes": pa.binary(),
 }
 _OTHER_SPELLINGS = {"float32": "float", "float64": "double"}
-# In Avro's terms: how a value is converted is written down there.
+# The nodes are Avro's, because ``codecs.avro.values`` defines how the values of these types are converted.
 _LOGICAL: Mapping[tuple[str, str], Node] = {
     ("int32", DATE): Node("int", logical="date"),
     ("int32", DEBEZIUM_DATE): Node("int", logical="date"),
