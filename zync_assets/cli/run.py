@@ -44,7 +44,7 @@ A long session takes 4.5 million in 0.87 of the time of a short one."""
 POLL_SECONDS = 0.5
 MAX_BACK_OFF = 30.0
 MOST_LOSSES = 5
-"""How often in a row Spark may end in the middle of a step: then the step itself ends it."""
+"""The number of lost Spark sessions in a row after which the command stops. The step itself may be the cause of the losses."""
 
 Commit: TypeAlias = RawCommit | EtlCommit | PublishCommit | SinkCommit
 

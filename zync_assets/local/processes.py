@@ -34,11 +34,11 @@ from zync_assets.errors import SetupError
 TOKEN_PROPERTY = "zync.service"
 
 _JUNK = b"WARNING: Using incubator modules"
-"""How the line begins that Java prints about a module which Spark asks for. No option of Java's turns it off."""
+"""The beginning of a line that Java prints about a module that Spark needs. No option of Java turns the line off."""
 _LAST = b"\0the end of the output of Spark's JVM\n"
 """Ends the copy of the JVM's output. Java prints no such line."""
 _HEARD = 50
-"""The lines of the JVM's beginning that are kept for an error."""
+"""The number of first lines of the JVM's output that are kept for an error."""
 
 
 def token_option(token: str) -> str:

@@ -239,7 +239,7 @@ LOGS: Mapping[Name, str] = {"kafka": BROKER_LOG, "registry": REGISTRY_LOG}
 
 @dataclass(frozen=True)
 class Setup:
-    """What a start takes. ``ports``: ports that the user asked for; None: any."""
+    """The settings of a start. ``ports``: the ports that the user asked for; None: any free port."""
 
     home: Path
     java: Path
