@@ -360,7 +360,8 @@ def _null_span(tokens: Sequence[Token], closings: Mapping[int, int], start: int,
 
 
 def _argument(tokens: Sequence[Token], closings: Mapping[int, int], first: int, last: int) -> tuple[int | None, int]:
-    """The parenthesis before the list of which the tokens are one whole item, and the item's place; None: they are no item."""
+    """Returns the opening parenthesis of the list in which the tokens are one whole item, and the item's place in the list. The
+    parenthesis is None if the tokens are no such item."""
     ends = (TokenType.COMMA, TokenType.L_PAREN), (TokenType.COMMA, TokenType.R_PAREN)
     if _kind(tokens, first - 1) not in ends[0] or _kind(tokens, last + 1) not in ends[1]:
         return None, 0

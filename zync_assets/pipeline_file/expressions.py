@@ -159,7 +159,7 @@ class Scope:
     aggregate: str = "an expression sees one record only"
     aggregates: frozenset[str] = frozenset()
     cures: Mapping[str, str] = field(default_factory=lambda: _ARRAY_CURES)
-    """Aggregate → what to use in its place."""
+    """Aggregate → the function to use instead, for an error."""
 
     def aggregate_cure(self, name: str) -> str:
         return f"{self.aggregate}{f' ({self.cures[name]})' if name in self.cures else ''}"

@@ -258,7 +258,7 @@ def group_rule(
 
 
 def _alias_expressions(fields: Fields, key: str, sides: Mapping[str, str], form: str) -> dict[str, str]:
-    """Alias → an expression over a record of its topic. One expression is that of every alias."""
+    """Alias → an expression over a record of the alias's topic. A single expression in the file holds for every alias."""
     node = fields.node(key)
     if not isinstance(node, YamlTable):
         if node is None:

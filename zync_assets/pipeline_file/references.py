@@ -200,7 +200,8 @@ def _element(type: pa.DataType | None) -> pa.DataType | None:
 
 
 def _twins(type: pa.DataType, name: str) -> list[str]:
-    """The original names, in some struct of a type, that are ``name`` but for case, where these are several."""
+    """The original names in a struct of the type that differ from ``name`` at most in case. Structs with only one such name do
+    not count."""
     kinds = pa.types
     if kinds.is_list(type):
         return _twins(type.value_type, name)

@@ -129,8 +129,8 @@ def has_aggregates(sql: str) -> bool:
 
 
 def grouped(sql: str) -> tuple[str, ...]:
-    """What an expression of a view groups by, beside the view's key: itself if it does not aggregate, else the columns that
-    stand outside its aggregates. Nothing if it names no column there."""
+    """The SQL that an expression of a view adds to the GROUP BY, beside the view's key. An expression without an aggregate adds
+    itself. An expression with aggregates adds the columns outside them. Without such a column, an expression adds nothing."""
     expression = parse(sql, GROUPS)
     column_texts = [sql[start:end] for start, end in _outside(expression)]
     if not calls(expression):
