@@ -1,14 +1,14 @@
-"""The conditions of rules: ``join-on`` as pairs of expressions, and a ``where`` that leaves a later rule nothing.
+"""The conditions of rules: ``join-on`` as pairs of expressions, and ``where`` compared between rules.
 
-``join-on``: equalities joined by AND, each of a left-only and a right-only expression.
+``join-on`` is equalities joined by AND. Each equality compares a left-only expression and a right-only expression.
 
-Whether an earlier rule plainly leaves a later one nothing: where its ``where`` is implied by the later rule's.
+An earlier rule leaves a later rule no records if the later rule's ``where`` implies the earlier rule's. ``None`` stands for a
+rule without ``where``: it takes everything but tombstones. The comparison uses only the text of the conditions. A rule may
+still take no record where the comparison shows nothing.
 
-``None`` stands for a rule without ``where``: it takes everything but tombstones. Only what is plain in the text counts;
-where this module says nothing, a rule may still never match.
-
-NULL in place of columns that no record has: Spark finds no element or field in a NULL without a type, and some functions
-refuse one. All of these are null for null, so NULL replaces the smallest expression around the column that Spark accepts.
+``with_nulls`` puts NULL in the place of columns that no record has. Spark finds no element or field in a NULL without a type,
+and some functions refuse such a NULL. All of these give null for null. NULL therefore replaces the smallest expression around
+the column for which Spark accepts it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""Spark SQL's built-in functions (version 4.1), by what an expression over one record can do with them.
+"""Spark SQL expressions of a pipeline file, checked without Spark.
 
-Taken from Spark's own function registry, by the group that it documents for each function.
+An expression sees one record (``kafka``, ``key``, ``value``) or named records (``left``, ``right``, ``in``) with these three
+inside. It must be one deterministic expression over these names. Queries, aggregates, windows, functions that make rows, clocks
+and random numbers are problems. Only data shows types and fields, so that this module does not check them.
 
-Spark SQL expressions of a pipeline file, checked without Spark.
+Spark accepts the keywords ``in``, ``left`` and ``right`` as column names, and so does this module. Names are case-insensitive,
+as in Spark.
 
-An expression sees one record (``kafka``, ``key``, ``value``) or named records (``left``, ``right``, ``in``) with these
-three inside. It must be one deterministic expression over these names: no query, aggregate, window or function that makes
-rows, no clock and no random numbers. Types and fields are not checked here, because only data shows them.
-
-Spark accepts the keywords ``in``, ``left`` and ``right`` as column names, and so does this module. Names are
-case-insensitive, as in Spark.
+The lists of functions are those of Spark 4.1. They come from Spark's own function registry, by the group that Spark documents
+for each function.
 """
 
 from __future__ import annotations

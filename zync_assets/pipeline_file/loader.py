@@ -1,16 +1,13 @@
-"""Loads a whole pipeline file, with its lake and its connections.
+"""Loads and checks a pipeline file, with its lake and its connections.
 
-The key ``lake`` is a folder, an object store's URI, or a mapping of ``uri`` and what opens that store.
+The loader reports every problem of the file at once, with its line, key and cure. It needs no JVM and no network. Other steps
+check the properties that only data or a broker shows: fields of records, and types of join keys.
 
-The connections of the ``zync`` command of brimdata: ``~/.zync/kafka.json`` and ``~/.zync/schema_registry.json``.
+The key ``lake`` is a folder, an object store's URI, or a mapping of ``uri`` and the store's settings.
 
-They are read where a pipeline file has no ``kafka:`` or no ``registry:``. Their keys are zync's own (``cli/flags.go`` of
-github.com/brimdata/zync); those with a dot are librdkafka's, or those of Confluent's registry client, as they are.
-
-Loads and checks a pipeline file. Reports every problem of the file at once, with its line, key and cure.
-
-Needs no JVM and no network. Other steps check the properties that only data or a broker shows: fields of records, and types
-of join keys.
+A file without ``kafka:`` or ``registry:`` gets the connections of brimdata's ``zync`` command, ``~/.zync/kafka.json`` and
+``~/.zync/schema_registry.json``. Keys without a dot are zync's own (``cli/flags.go`` of github.com/brimdata/zync). Keys with a
+dot go unchanged to librdkafka or to Confluent's registry client.
 """
 
 from __future__ import annotations

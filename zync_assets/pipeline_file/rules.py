@@ -1,10 +1,8 @@
-"""Merges the ``shape`` of an output into the output's rules. A rule then filters and maps its own outputs.
+"""The ``transforms`` of a pipeline file as rules, merged with the shapes of their outputs.
 
-``value.name`` in a shape stands for the rule's expression of the field ``name``. A rule may lack a field that a field of the
-shape needs: the rule's records then omit the shape's field, so that a partial update stays partial. A condition that needs a
-missing field is a problem.
-
-The ``transforms`` of a pipeline file, as rules.
+A rule filters and maps its own outputs by the ``shape`` of its output. ``value.name`` in a shape stands for the rule's
+expression of the field ``name``. If a rule lacks a field that a field of the shape needs, its records omit the shape's field. A
+partial update therefore stays partial. A condition that needs a missing field is a problem.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Reads the parts of a rule or shape that make a record: conditions, keys and values, headers.
+"""The ``inputs`` and ``outputs`` of a pipeline file, and the parts of a record that rules and shapes make.
 
-The ``inputs`` and ``outputs`` of a pipeline file: topics, pools, formats, and how a topic begins.
+The entries of ``inputs`` and ``outputs`` give topics, pools, formats, and the start of a topic. The parts of a record are its
+condition, key, value and headers.
 """
 
 from __future__ import annotations
