@@ -1,16 +1,12 @@
-"""Arrow arrays: their parts, their values in Python, Arrow's compute functions, and when loops are compiled.
+"""Arrow arrays for codecs: nested arrays and their parts, conversion with bad values set apart, and values in Python.
 
-Arrow's compute functions: they are made when pyarrow is imported, so that a type checker knows none of them.
+``pc`` is ``pyarrow.compute``. pyarrow creates its functions at import, so that a type checker knows none of them.
 
-When loops that numba compiles take the place of numpy's and of the Kafka client's.
+``pays`` and ``ready`` say when loops compiled by numba replace the loops of numpy and of the Kafka client. A process takes half
+a second to load numba and its compiled loops. A million records save that time. A process therefore starts without numba, and a
+process with few records never loads it.
 
-To load numba and what it has compiled takes a process half a second, which is what is saved by a million records. So a
-process begins without, and one that handles few records ends without.
-
-Nested Arrow arrays out of their parts, and the values that an operation on a whole array stumbles over.
-
-Arrow rows as Python's values. Python has no time before the year 1 or after the year 9999: such a time becomes
-text.
+Python has no time before the year 1 or after the year 9999. ``python_rows`` gives such a time as text.
 """
 
 from __future__ import annotations

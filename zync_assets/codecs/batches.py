@@ -1,14 +1,12 @@
-"""Batches of records on their way through a codec.
+"""The results of converting a batch of records, and the choice between the ways of a codec.
 
-The results of converting a batch: a column, and the records that could not be converted.
+A converted batch is a column and the records that could not be converted. ``assemble`` joins the parts of a batch that were
+decoded by different writers' schemas.
 
-Parts of a batch, decoded apart by their writers' schemas, put together again.
-
-Which way a schema's records take.
-
-``ZYNC_NATIVE=off`` in the environment sends all of them through fastavro: slower, and without any of the code that
-reads columns, to find out which of the two a doubtful value comes from. Spark's workers take it from the environment of
-the process that starts the session, or from ``spark.executorEnv.ZYNC_NATIVE``.
+A schema's records are converted column by column, or record by record. ``ZYNC_NATIVE=off`` in the environment sends all Avro
+records through fastavro. This is slower and uses no code that reads columns. A comparison shows which of the two ways gave a
+doubtful value. Spark's workers take the setting from the environment of the process that starts the session, or from
+``spark.executorEnv.ZYNC_NATIVE``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,19 @@
-"""Schema evolution: the type of a column through changes of its writers' schemas.
+"""Schema evolution: the type of a column that holds the values of all its writers' schemas.
 
-Columns that an output schema writes in another form than the lake holds them in: times and decimals of Kafka
-Connect.
+``merge_types`` merges a column's lake type with the types of new writer schemas, and refuses types that don't fit. Each record
+is decoded by its own writer's schema.
+
+- The column keeps its fields, their names and their order. New fields, nested fields too, come at the end, under the lake's
+  names (``zync_assets.codecs.spark_types``).
+- Fields are matched by their name in the topic, then by alias (``fields``). A renamed field stays in its column.
+- If types differ, the column gets the narrowest type that holds both without loss: int → long → double, float → double, int and
+  decimal → decimal. Two decimals become a decimal with enough digits on each side of the point. Old files stay as they are, and
+  readers widen their values. (Only Avro's own promotion of a long past 2^53 to a double rounds.)
+- string and bytes fit into a column of either type; bytes that are not UTF-8 don't fit into a string.
+- A field that a writer's schema lacks is null. A default is not filled in, because it would look like a source's value.
+- The column keeps the properties of Connect's notes that every writer's schema has (``fields``).
+
+``written_form`` is for output schemas of Kafka Connect that write a column in another form than the lake's:
 
 | the lake's | written as | |
 | --- | --- | --- |
@@ -10,23 +22,9 @@ Connect.
 | date32 | int32 | ``io.debezium.time.Date`` |
 | string | struct | ``io.debezium.data.VariableScaleDecimal`` |
 
-Merges a column's lake type with the types of new writer schemas. Refuses types that don't fit.
-
-Each record is decoded by its own writer's schema. The column holds the values of every writer's schema:
-
-- The column keeps its fields, their names and their order. New fields, nested fields too, come at the end, under the lake's
-  names (``zync_assets.codecs.spark_types``).
-- Fields are matched by their name in the topic, then by alias (``fields``). A renamed field stays in its column.
-- If types differ, the column gets the narrowest type that holds both without loss: int → long → double, float → double,
-  int and decimal → decimal. Two decimals become a decimal with enough digits on each side of the point. Old files stay as
-  they are, and readers widen their values. (Only Avro's own promotion of a long past 2^53 to a double rounds.)
-- string and bytes fit into a column of either type; bytes that are not UTF-8 don't fit into a string.
-- A field that a writer's schema lacks is null. A default is not filled in, because it would look like a source's value.
-- The column keeps the properties of Connect's notes that every writer's schema has (``fields``).
+``differences`` says in words how a new writer schema differs.
 
 Source: Avro specification 1.12, "Schema Resolution"; Delta protocol, "Supported Type Changes".
-
-Writer schemas that come for the first time, and what they change, in words.
 """
 
 from __future__ import annotations

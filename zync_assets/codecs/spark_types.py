@@ -1,10 +1,7 @@
 """Types and names as Spark and the lake hold them, without a JVM.
 
-Names of fields in the lake.
-
-Delta and Parquet forbid some characters in a column's name, and Spark takes names for equal that differ in case alone.
-Such a field has another name in the lake: the bytes of a character stand there as ``%`` and two hexadecimal digits, as
-in a URL.
+Delta and Parquet forbid some characters in a column's name, and Spark takes names for equal that differ in case alone. Such a
+field has another name in the lake. ``%`` and two hexadecimal digits replace each byte of a character, as in a URL.
 
     first name      first%20name
     Name, name      Name, %6Eame     (the second of two that differ in case alone)
@@ -12,11 +9,9 @@ in a URL.
 
 Every other name stays as it is. ``original_name`` is the way back.
 
-Spark's DDL for types (``a int, b struct<c: string>`` or a single type) as Arrow types, without a JVM.
-
-Arrow types as Spark's, without a JVM, and Arrow tables as Spark's frames.
-
-PySpark's own ``from_arrow_type`` fails on a struct with a field ``wkb``, which is what Debezium's geometries are.
+Arrow types become Spark types and Spark's DDL (``a int, b struct<c: string>`` or a single type), and back. Arrow tables become
+Spark's frames. PySpark's own ``from_arrow_type`` fails on a struct with a field ``wkb``, and Debezium's geometries have this
+field.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""Avro record by record: bytes to plain values, and plain values to the lake's values.
+"""Avro values: bytes to plain values by fastavro, and plain values to the lake's values, and back.
 
-Avro binary by fastavro, record by record: for the records that ``column_reader`` leaves over, and for its tests.
+fastavro converts the records that ``column_reader`` can't read, one by one. Tests compare ``column_reader`` with fastavro.
 
-fastavro reads a *plain* schema with the same bytes and no logical types. In the plain schema, each branch of a wider
-union is a record of one field, whose bytes are the field's. A union's value therefore arrives as ``{branch: value}``,
-as in the lake.
+fastavro reads a *plain* schema with the same bytes and no logical types. In the plain schema, each branch of a wider union is a
+record of one field, whose bytes are the field's. A union's value therefore arrives as ``{branch: value}``, as in the lake.
 
-A recursive record is a JSON text: an object with the record's fields in order. A union's value is ``{branch: value}``,
-bytes are a string of the characters U+0000 to U+00FF, NaN and infinities have JavaScript's spelling, and logical types
-are plain values. The text converts back to the same bytes.
+A recursive record is a JSON text: an object with the record's fields in order. A union's value is ``{branch: value}``, bytes
+are a string of the characters U+0000 to U+00FF, NaN and infinities have JavaScript's spelling, and logical types are plain
+values. The text converts back to the same bytes.
 
-Plain values ↔ the lake's values: what Avro's logical types change (table in ``types``).
-
-Plain values are those of ``types.plain_type``, the lake's those of ``lake_type``. Both functions work on whole arrays
-and raise ValueError (pyarrow's errors are ValueErrors) if one value does not fit; ``codecs.arrays.isolate`` finds it.
+``to_lake`` and ``from_lake`` convert between plain values (``types.plain_type``) and the lake's values (``lake_type``), as
+Avro's logical types ask (table in ``types``). Both functions work on whole arrays and raise ValueError (pyarrow's errors are
+ValueErrors) if a value does not fit. ``codecs.arrays.isolate`` finds this value.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Connect JSON to columns, and columns to Connect JSON.
 
-Decodes Connect JSON with any mixture of schemas into a column.
+``ConnectDecoder`` decodes Connect JSON with any mixture of schemas into a column. Every record contains its own schema. Records
+with the same text before the payload have the same schema. The decoder parses the schema once, and reads these payloads
+together. A record without schema and payload (``schemas.enable=false``), or with a null schema, is plain JSON. Its value has
+the type of the DDL, or is the JSON text if the format has no DDL.
 
-Every record contains its own schema. Records with the same text before the payload have the same schema. The decoder
-parses the schema once, and reads these payloads together. A record without schema and payload
-(``schemas.enable=false``), or with a null schema, is plain JSON: its value has the type of the DDL, or is the JSON text
-if the format has no DDL.
-
-A column → Connect JSON: the schema, the same in all records, and the payload.
+``ConnectEncoder`` writes a column as Connect JSON. Each record has its payload and the same schema.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """Payloads of Kafka Connect: column by column, and record by record.
 
-Reads many payloads of one Connect schema at once with pyarrow's JSON reader. Some records are unsafe for this
-reader.
+``read_columns`` reads many payloads of one Connect schema at once with pyarrow's JSON reader, and marks the records that are
+unsafe for this reader. These are damaged and unusual records, and records that lack a field with a rule in the schema. pyarrow
+refuses duplicate and unexpected fields, numbers for strings, and half surrogates. But pyarrow accepts infinities, knows no
+base64 and no maps, and reads two documents in a line as two records.
 
-``row_reader`` reads these records (``odd``): damaged and unusual records, and records that lack a field with a rule in
-the schema. pyarrow refuses duplicate and unexpected fields, numbers for strings, and half surrogates. But pyarrow
-accepts infinities, knows no base64 and no maps, and reads two documents in a line as two records.
-
-Payloads of Connect, record by record: the way for what ``read_columns`` leaves, and the judge of it.
-
-Plain values are those of ``schema.plain_type``. JsonConverter itself takes whatever stands there (a string where
-a number should be is 0); here such a record is bad.
+``row_reader`` reads the unsafe records one by one, and defines the right result. Plain values are those of
+``schema.plain_type``. JsonConverter itself takes any value (a string where a number should be is 0). Here such a record is bad.
 """
 
 from __future__ import annotations

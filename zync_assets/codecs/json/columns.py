@@ -1,13 +1,12 @@
 """JSON texts to columns, and columns to JSON texts, a column at a time.
 
-Reads many JSON texts of one struct type at once with pyarrow's JSON reader. Some texts are unsafe for this reader.
+``columns_reader`` reads many JSON texts of one struct type at once with pyarrow's JSON reader. ``values`` reads the texts that
+are unsafe for this reader, one by one, and defines the meaning of a text. A text is unsafe if pyarrow refuses the text, or may
+read it differently. Such texts have NaN and infinities (not JSON), deep nesting and numbers of a thousand digits (beyond
+Python's limits), minus zeros, values that are no objects, and, beside decimals, very small exponents. The functions of
+``values`` convert the strings of dates, timestamps and base64.
 
-``values`` reads the unsafe texts, one by one, and defines the meaning of a text. A text is unsafe if pyarrow refuses
-the text, or may read it differently: NaN and infinities (not JSON), deep nesting and numbers of a thousand digits
-(beyond Python's limits), minus zeros, values that are no objects, and, beside decimals, very small exponents. The
-functions of ``values`` convert the strings of dates, timestamps and base64.
-
-Columns → JSON texts, a column at a time: the way back of ``values``.
+``json_texts`` writes columns as JSON texts, a column at a time, and reverses ``values``.
 """
 
 from __future__ import annotations
