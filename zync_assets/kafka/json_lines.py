@@ -1,16 +1,14 @@
 """Records as JSON lines: followed in a topic, printed, parsed and produced.
 
-Follows a topic, record by record, for somebody who looks on. ``reader`` is the way for anything that must
-be fast.
+``follow`` reads a topic record by record, for a person who watches. Steps use ``kafka.reader``, which is much faster.
 
-Records as JSON lines, and JSON lines as records.
+A printed line is ``{"kafka": {"topic", "partition", "offset", "timestamp"}, "headers": [{"key", "value"}], "key": …, "value":
+…}``. ``headers`` is there only if the record has headers. ``parse_line`` takes the same line and ignores ``kafka``;
+``partition`` and ``timestamp`` (milliseconds) may stand beside it. Any other JSON value is a record's value, with a null key.
+Bytes that are no text are ``{"base64": "…"}``.
 
-A line out is ``{"kafka": {"topic", "partition", "offset", "timestamp"}, "headers": [{"key", "value"}], "key":
-…, "value": …}`` with headers only where there are some. A line in is the same, its ``kafka`` ignored, with
-``partition`` and ``timestamp`` (milliseconds) beside it if they matter; any other JSON value is a record's
-value, with a null key. Bytes that are no text are ``{"base64": "…"}``.
-
-Produces JSON values, encoded by format. Order and retries are librdkafka's idempotent producer's.
+``produce`` sends JSON values, encoded by format, with librdkafka's idempotent producer. The producer keeps the order and
+retries.
 """
 
 from __future__ import annotations

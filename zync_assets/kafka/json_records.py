@@ -1,16 +1,10 @@
-"""Single JSON values as records, and back: for people and their small files.
+"""Single JSON values as Avro or Connect JSON records, and back: for people and their small files.
 
-Converts one JSON value to one Avro datum, and back, for small files that people write.
+Types that JSON lacks are JSON strings: bytes and fixed in base64, decimals in digits, dates and times in ISO 8601. An Avro date
+or time may also be the plain number that Avro holds. Connect's own JSON has numbers for these types (JsonConverter of Apache
+Kafka).
 
-Avro types that JSON lacks are JSON strings: bytes and fixed in base64, decimals in digits, dates and times in ISO 8601.
-A date or time may also be the plain number that Avro holds.
-
-An Avro schema for JSON values that come without one.
-
-One JSON value as one Connect JSON record, and back: for people and their small files.
-
-Types that JSON lacks are strings for people: bytes in base64, decimals in digits, dates and times in ISO 8601.
-Connect's own JSON has numbers for them (JsonConverter of Apache Kafka).
+``infer_schema`` gives an Avro schema for JSON values that come without a schema.
 """
 
 from __future__ import annotations

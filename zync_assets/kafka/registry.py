@@ -1,20 +1,15 @@
-"""The schema registry: Avro schemas by id and by subject, and the requests to it.
+"""The schema registry: Avro schemas by id and by subject, over the API that Confluent's registry speaks.
 
-Puts Avro schemas that refer to others by name together into one document.
+A consumer needs ``GET /schemas/ids/{id}`` once for every id. A producer needs ``POST /subjects/{subject}/versions`` once for
+every schema. Confluent's client speaks the API. Its own retries are off, because it repeats a request after a wrong certificate
+as after an outage. ``ask`` repeats a request only after an outage, and names the reason of a refusal.
 
-A registry keeps shared types under subjects of their own; a schema that uses one has its name only, and a
-list of references. Names and namespaces are resolved as the Avro specification says ("Names"): a name without
-a dot is in the enclosing namespace, else in none.
+By default, Confluent's client follows no redirects. It also hands an address with user and password to a client that logs
+addresses. ``connect`` turns redirects on, and passes the login in properties.
 
-Requests to a schema registry: tried again where that helps, redirected where that is safe, refused with the reason.
-
-Confluent's client speaks the API. Its own retries are off: it tries a wrong certificate again as it does an outage. It
-does not follow redirects, and it hands an address with user and password to a client that logs addresses.
-
-The schema registry: Avro schemas by id and by subject, over the API that Confluent's registry speaks.
-
-Two addresses count here: ``GET /schemas/ids/{id}``, which a consumer needs for every id once, and
-``POST /subjects/{subject}/versions``, which a producer needs for every schema once.
+``inline`` makes one document of a schema and the schemas that it refers to by name. A registry keeps shared types under
+subjects of their own. A schema that uses a shared type has the type's name and a list of references. Names and namespaces are
+resolved as the Avro specification says ("Names"): a name without a dot is in the enclosing namespace, else in none.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Records between librdkafka's memory and Arrow's, without a Python object for each record.
 
-The messages of one consumer call: records as columns, and the errors among the messages.
-
-Reads one partition from librdkafka's memory into Arrow's, with no Python object for a record.
-
-Writes records from Arrow's memory into librdkafka's, with no Python object for a record.
+``Intake`` reads one partition into Arrow's memory. A call of the consumer gives the records as columns, and the errors among
+the messages. ``Handover`` writes records from Arrow's memory into librdkafka's.
 """
 
 from __future__ import annotations
