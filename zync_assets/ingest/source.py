@@ -1,15 +1,14 @@
-"""The source of ingest: ranges of offsets as typed columns, and the writer schemas that come for the first time.
+"""The source of ingest: ranges of offsets as typed columns, and the writer schemas that change the columns.
 
-The read half of ingest: a range of offsets becomes typed columns. Runs inside a Spark task.
+In a Spark task, ``read_chunks`` makes typed columns of a range of offsets. It is the read half of ingest.
 
-New writer schemas: which of them change a topic's columns, and which action the pipeline file demands.
+``schema_changes`` finds the new writer schemas that change a topic's columns, and the action that the pipeline file asks for.
+The raw table keeps a topic's *known* schemas, each with its first record. A schema is a *change* if no known schema has the
+same columns: names, types, aliases, units. A topic's first schema is no change. Connect's JSON has no schema ids: a schema of
+Connect is a change if the table's columns lack a field or type of the schema.
 
-The raw table keeps a topic's *known* schemas, each with its first record. A schema is a *change* if no known schema has
-the same columns: names, types, aliases, units. A topic's first schema is no change. Connect's JSON has no schema ids: a
-schema of Connect is a change if the table's columns lack a field or type of the schema.
-
-``on-schema-change``: ``merge`` widens the table; ``quarantine`` leaves the table and quarantines the records; ``error``
-commits nothing of the batch. A schema whose records are in quarantine stays a change until it is merged.
+``on-schema-change``: ``merge`` widens the table; ``quarantine`` leaves the table and quarantines the records; ``error`` commits
+nothing of the batch. A schema whose records are in quarantine stays a change until it is merged.
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
 """Upkeep of a table: small neighbouring files become one file, and unneeded files and log entries are removed.
 
-Compaction. Each batch adds a file, so a pipeline that runs every second leaves thousands of files. delta-rs's own
-``optimize.compact`` mixes the rows of files. Here a partition's records stay sorted, so that readers can still skip
-files by their offsets. The records stay the same, and the commit says so (Delta protocol, "Add File and Remove File":
-``dataChange`` false). The old files stay on disk for present readers, until cleaning removes the files.
+Each batch adds a file, so a pipeline that runs every second leaves thousands of files. Compaction merges them. delta-rs's own
+``optimize.compact`` mixes the rows of files. Here a partition's records stay sorted, so that readers can still skip files by
+their offsets. The records stay the same, and the commit says so (Delta protocol, "Add File and Remove File": ``dataChange``
+false). The old files stay on disk for present readers, until cleaning removes the files.
 
 Cleaning removes old entries of the log, files that a commit replaced long ago, and files that no commit ever named.
 
-- delta-rs lists the whole log three times for each commit. So the log is cleaned every COMMITS commits, and keeps
-  LOG_VERSIONS versions. A commit then costs the same after a week as after LOG_VERSIONS commits.
-- A look for unneeded files lists every file of the table, and a week of one commit a second leaves millions. So a table
-  is looked at once in LOOK_HOURS at the most. A look that finds more than MOST files leaves the rest to the next look.
-- A reader may still read a version whose files were replaced since. A writer writes files before the commit that names
-  them. Both have RETENTION_HOURS: seven days, Delta's own default (Delta protocol, "Vacuum";
-  ``deletedFileRetentionDuration``). For a young file the hours count from the time when the file was written
-  (``tables.YOUNG_HOURS``). ``tables.commit`` refuses a slower writer a day earlier, so that no commit names a removed
-  file.
+- delta-rs lists the whole log three times for each commit. So the log is cleaned every COMMITS commits, and keeps LOG_VERSIONS
+  versions. A commit then costs the same after a week as after LOG_VERSIONS commits.
+- A look for unneeded files lists every file of the table, and a week of one commit a second leaves millions. So a table is
+  looked at once in LOOK_HOURS at the most. A look that finds more than MOST files leaves the rest to the next look.
+- A reader may still read a version whose files were replaced since. A writer writes files before the commit that names them.
+  Both have RETENTION_HOURS: seven days, Delta's own default (Delta protocol, "Vacuum"; ``deletedFileRetentionDuration``). For a
+  young file the hours count from the time when the file was written (``tables.YOUNG_HOURS``). ``tables.commit`` refuses a
+  slower writer a day earlier, so that no commit names a removed file.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""The files of raw tables: their columns, their writer, and the carried time of their records.
+"""The files of raw tables: their columns, their writer, and the carried time and order of their records.
 
-The columns of a raw record and of a quarantined one, as Arrow schemas.
+The columns of raw records and of quarantined records are Arrow schemas. In a Spark task of ingest, ``RangeWriter`` writes
+record batches to Parquet files. A later commit names the files.
 
-The write half of ingest inside a Spark task: record batches become Parquet files that a later commit names.
+``kafka.time``, the carried time, never decreases within a partition, across files and batches. Ingest writes the carried time.
+A batch begins with the partition's highest time so far (``highest_times``). The tasks of a batch do not know each other's
+times, and ``lift`` corrects their files before the commit. Tables of older versions have a running maximum within each file
+only. Readers take the maximum of that time and of ``time_floors``, from the log.
 
-The carried time of raw records: ``kafka.time`` never decreases within a partition, across files and batches.
-
-Ingest writes the carried time. A batch begins with the partition's highest time so far (``highest_times``). The tasks
-of a batch do not know each other's times, and ``lift`` corrects their files before the commit. Tables of older versions
-have a running maximum within each file only. Readers take the maximum of that time and of ``time_floors``, from the
-log.
-
-The order of raw records: the column ``order`` says where the source put a record in its own order. Ingest carries it like
-the time: a record without an order has the order of the record before it in its partition. Only tables of inputs with a
-source order have the column. Older files lack the column, and their records have the order LOWEST.
+The column ``order`` says where the source put a record in its own order. Ingest carries it like the time: a record without an
+order has the order of the record before it in its partition. Only tables of inputs with a source order have the column. Older
+files lack the column, and their records have the order LOWEST.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Object stores: what a pipeline file says of a store, and what a store refuses.
+"""Object stores: the settings that a pipeline file gives for a store, and the errors of a store in words.
 
-Object stores: what a pipeline file says of one, in the words of delta-rs and of Hadoop.
+Settings become options of delta-rs and properties of Hadoop. delta-rs opens the log and, for pyarrow, the files. Its storage
+options are those of the Rust crate object_store. Spark reads and writes Parquet by Hadoop's file systems (hadoop-aws: "S3A",
+hadoop-azure: "ABFS", the Cloud Storage connector). A commit is a conditional put (``If-None-Match: *``). If two writers commit,
+one loses, and no lock table is needed.
 
-delta-rs opens the log and, for pyarrow, the files (its storage options are those of the Rust crate object_store); Spark
-reads and writes Parquet by Hadoop's file systems (hadoop-aws: "S3A", hadoop-azure: "ABFS", the Cloud Storage
-connector). A commit is a conditional put (``If-None-Match: *``), so that of two writers one loses and no lock table is
-needed.
-
-Turns an object store's refusal into one line that names the place and the cure.
+``refusal`` turns a store's refusal into one line that names the place and the cure.
 """
 
 from __future__ import annotations
