@@ -1,10 +1,7 @@
-"""``zync status`` and ``zync check``: how far everything is, and whether it is right.
+"""``zync status`` and ``zync check``: the progress of every topic, and the results of every check.
 
-How keys and values are decoded and encoded, for ``zync status``: column by column, or record by record.
-
-``zync status``: how far every topic and partition is. Reads only, and starts no JVM.
-
-``zync check``: every check over everything.
+``zync status`` shows how far every topic and partition is. It only reads, and starts no JVM. It also shows whether keys and
+values are decoded and encoded column by column, or record by record.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Arguments and output that commands share.
 
-The kinds of arguments that commands share, held to Kafka's own bounds before anything is asked or opened.
-
-How rows are printed: a table to read, or a JSON object a line for a pipe.
+The kinds of arguments have Kafka's own bounds. A command checks them before it opens anything. Rows are printed as a table for
+a reader, or as one JSON object per line for a pipe.
 """
 
 from __future__ import annotations

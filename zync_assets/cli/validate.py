@@ -1,10 +1,7 @@
-"""``zync validate``, ``zync help`` and ``zync version``: what needs nothing but this machine.
+"""``zync validate``, ``zync help`` and ``zync version``: the commands that need nothing but this machine.
 
-``zync validate``: every error of a pipeline file, or that there are none.
-
-``zync help``: the reference of the pipeline file, printed from the grammar that reads the file.
-
-``zync version``: what a bug report should say.
+``zync validate`` reports every error of a pipeline file. ``zync help`` prints the reference of the pipeline file, from the
+grammar that reads the file. ``zync version`` prints the versions for a bug report.
 """
 
 from __future__ import annotations

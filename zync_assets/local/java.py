@@ -1,15 +1,11 @@
-"""Java: which installation runs Kafka, the registry and Spark, and which jars they run.
+"""Java: the installation that runs Kafka, the registry and Spark, and the jars that they need.
 
-Which Java runs the broker, the registry and Spark.
+Spark 4 needs Java 17 or 21 with the module ``jdk.incubator.vector``, which trimmed runtimes leave out. Kafka and the registry
+run on the same Java.
 
-Spark 4 needs Java 17 or 21 with the module ``jdk.incubator.vector``, which trimmed runtimes leave out; Kafka and
-the registry are content with the same.
-
-Downloads jars that PySpark lacks from Maven Central, once per user: the broker, the registry, and Spark's S3
-client.
-
-PySpark's own Ivy downloads the jars into ``$XDG_CACHE_HOME/zync`` (``~/.cache/zync``). One rename moves a finished
-folder to its place. A kill during the download therefore leaves no folder that looks finished.
+PySpark lacks the jars of the broker, of the registry and of Spark's S3 client. PySpark's own Ivy downloads them from Maven
+Central, once per user, into ``$XDG_CACHE_HOME/zync`` (``~/.cache/zync``). One rename moves a finished folder to its place. A
+kill during the download therefore leaves no folder that looks finished.
 """
 
 from __future__ import annotations

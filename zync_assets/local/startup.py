@@ -1,15 +1,10 @@
 """The broker and the registry on this machine: their commands, their start, and the state of their folder.
 
-A single-node Kafka broker (KRaft: broker and controller in one process) in a folder.
+The broker is a single-node Kafka (KRaft: broker and controller in one process). The registry has Confluent's API (Apicurio
+Registry 2.6). Each keeps its data in the folder. ``launch`` starts a service, and ``await_ready`` waits until it answers.
 
-A schema registry with Confluent's API (Apicurio Registry 2.6) in a folder.
-
-The state of the local services between two commands: ``services.json`` in their folder.
-
-``up`` writes the file before any other file, and ``down --clean`` removes it last. The other files in a folder with
-this file therefore belong to the services.
-
-Starting one service of a state folder and waiting until it answers.
+``services.json`` in the folder holds the state of the services between two commands. ``up`` writes the file before any other
+file, and ``down --clean`` removes it last. The other files in a folder with this file therefore belong to the services.
 """
 
 from __future__ import annotations

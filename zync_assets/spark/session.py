@@ -1,9 +1,9 @@
 """The Spark session of this process: a JVM of its own, or a Spark Connect server.
 
-``python -m zync_assets.spark.session FOLDER`` does the work of the steps on a handful of rows, so that Java loads the
-classes for an archive (``settings.archive_classes``).
+A Connect server runs at an address of the user's choice, or it is the shared server of this user on this machine.
 
-A server runs somewhere, or it is the shared server of this user on this machine.
+``python -m zync_assets.spark.session FOLDER`` runs the steps on a handful of rows, so that Java loads the classes for an
+archive (``settings.archive_classes``).
 """
 
 from __future__ import annotations

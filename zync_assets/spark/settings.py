@@ -1,15 +1,12 @@
-"""Settings of a Spark session, and the archive of Spark's classes that it starts from.
+"""The settings of a Spark session, and the archive of Spark's classes that makes its start faster.
 
-Spark's properties for a pipeline: defaults, and the pipeline file's own. The properties that change results are in
-``sql``.
+The properties are defaults and the pipeline file's own. The properties that change results are in ``sql``.
 
-A file with Spark's loaded classes. With the file, a session starts in half the CPU time.
-
-This is application class-data sharing with a dynamic archive (JEP 350). With ``-XX:ArchiveClassesAtExit`` a JVM writes
-its loaded classes to the archive. With ``-XX:SharedArchiveFile`` a JVM maps the archive. An archive fits one JVM and
-one list of jars; another JVM ignores the archive. Each machine creates the archive once, in a session that runs ingest
-and ETL on a handful of rows. The archive (170 MB) lies beside the jars of the services. ``python -m
-zync_assets.spark.settings`` makes the archive in the background.
+With the archive, a session starts in half the CPU time. This is application class-data sharing with a dynamic archive (JEP
+350). With ``-XX:ArchiveClassesAtExit`` a JVM writes its loaded classes to the archive. With ``-XX:SharedArchiveFile`` a JVM
+maps the archive. An archive fits one JVM and one list of jars; another JVM ignores the archive. Each machine creates the
+archive once, in a session that runs ingest and ETL on a handful of rows. The archive (170 MB) lies beside the jars of the
+services. ``python -m zync_assets.spark.settings`` makes the archive in the background.
 """
 
 from __future__ import annotations

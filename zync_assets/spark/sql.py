@@ -1,9 +1,8 @@
 """Spark SQL: names, texts and shapes as SQL writes them, and the settings that results depend on.
 
-Names, texts and shapes as they stand in Spark SQL, and the forms of Debezium's placeholder for a value that it did not send.
-
-The Spark settings on which results or secrets depend. Every session gets these settings: a local session, a session
-on a Spark Connect server, and a session on the shared server.
+Results or secrets depend on some Spark settings. Every session gets these settings: a local session, a session on a Spark
+Connect server, and a session on the shared server. The module also has the forms of Debezium's placeholder for a value that it
+did not send.
 """
 
 from __future__ import annotations
