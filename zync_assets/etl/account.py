@@ -102,9 +102,9 @@ ENTRIES = pa.schema(
         "row": pa.int64(),
     }
 )
-"""An input record that is no longer pending (kind ``completed``; ``text``: ``dropped`` for a dropped record), or a new record
-without an output (``text``: CHANGE for a pending record that changes its row). Records that a rule failed on have no entry
-here: see ``failures``."""
+"""The columns of account entries. An entry is an input record that is no longer pending (kind ``completed``; text ``dropped``
+for a dropped record), or a new record without an output. The text CHANGE marks a pending record that changes its row. Records
+that a rule failed on have no entry here: see ``failures``."""
 
 
 class Count(NamedTuple):
@@ -140,7 +140,7 @@ class Fact(NamedTuple):
 
 
 class Sources:
-    """The sources of result rows, each as an element of arrays of one length."""
+    """The sources of result rows, as arrays of equal length. Each array has one element for each source."""
 
     def __init__(self, rows: pa.RecordBatch) -> None:
         """``rows``: with kind, rule, source, waited and hash, ``row``, ``other_row`` and ``changes`` where an output is

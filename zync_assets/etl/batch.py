@@ -92,7 +92,7 @@ class Transform:
         return self.batch.spark
 
     def stage(self, failures: Failures) -> Stage:
-        """What the views of the batch are made from. ``failures``: the records with a known failure."""
+        """The data for the views of the batch. ``failures``: the records that are known to fail."""
         reads = {topic: self.plan.reads(topic) for topic in self.plan.ranges}
         place = self.pipeline, self.plan.pool, self.spark, self.plan.state
         about = self.types, failures, self.small, self.plan.raw, self.plan.rebuild
@@ -331,7 +331,7 @@ def _with_row_columns(rows: DataFrame) -> DataFrame:
 
 
 def no_rows(transform: Transform) -> DataFrame:
-    """Result rows of a batch without any."""
+    """An empty frame of result rows."""
     source = "array(struct(0 AS place, 0 AS partition, 0L AS offset))"
     order = transform.ordering.of_parts("part")
     parts = (f"0L AS part{at}" for at, _ in enumerate(transform.ordering.parts))

@@ -48,7 +48,7 @@ def due_records(transform: Transform) -> Due:
 
 
 def start_times(transform: Transform) -> dict[str, int]:
-    """Rule → a time that no record of the batch is before, for rules whose records expire."""
+    """Rule whose records expire → a time. No record of the batch has an earlier time."""
     times_by_rule: dict[str, int] = {}
     for rule in transform.rules:
         times = [item.min_time or 0 for topic in rule.topics for item in transform.files.get(topic, ())]

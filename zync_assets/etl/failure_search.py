@@ -67,7 +67,7 @@ class OverflowSearch:
                 yield place, *rule
 
     def outputs(self) -> Iterator[Found]:
-        """Records that overflow in what a rule makes of them, MOST and one of a range at the most."""
+        """Records on which the outputs of a rule overflow: at most MOST and one record of a range."""
         from pyspark.sql import functions as F
 
         rows = self.rows(failures.failing_sides).selectExpr("*", f"{COMPLETING} AS completing")
@@ -114,7 +114,7 @@ class OverflowSearch:
         return None
 
     def _blamed(self, completing: Place) -> Iterator[Found]:
-        """The record that overflows of the output that a record completed, the rule and its side."""
+        """The overflowing source record of the output that ``completing`` completed, with the rule and its side."""
         topic, partition, offset = completing
         is_output = f"kind = 'out' AND {COMPLETING}.place = {self.topics.index(topic)} AND " + _inside(
             OffsetRange(partition, offset, offset + 1), COMPLETING
@@ -221,7 +221,7 @@ class _Search:
         self.overflowing: set[Place] = set()
         """The places of the records that overflow Java's stack."""
         self.only: frozenset[str] | None = None
-        """The rules that may have further outputs that fail; None: all. Without a failing record, a rule may pair others."""
+        """The rules that may have more failing outputs; None: all rules. Without a failing record, a rule pairs others."""
         self.unshared: frozenset[str] | None = None
         """The rules that have outputs since the last look at partitions; None: all."""
         self.overflow = OverflowSearch(transform, self._rows)
@@ -254,7 +254,7 @@ class _Search:
             self.found[topic, row["partition"], row["offset"]] = (rules[row["rule"]], row["failed"])
 
     def _outputs(self) -> bool:
-        """Look for outputs that can't be made; whether there are some."""
+        """Look for failing outputs. Returns whether there are any."""
         known_places = {*self.found}
         if self.only is None or self.only:
             self._run_without(self.overflow.outputs(), self._failing_outputs)

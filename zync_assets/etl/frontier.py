@@ -107,8 +107,8 @@ ReadOrders: TypeAlias = Callable[[Stream, File], Orders]
 
 @dataclass(frozen=True)
 class Frontier:
-    """``order``: records of lower orders are all there. ``behind``: the stream that confirms the lowest order, None if
-    nothing holds the frontier back."""
+    """``order``: all records of lower orders are ingested. ``behind``: the stream that confirms the lowest order; None if no
+    stream holds the frontier back."""
 
     order: Order
     behind: Stream | None = None

@@ -111,13 +111,13 @@ def _scratch_pool(pipeline: Pipeline, pool: str, prefix: str) -> Pipeline:
     rules = event_rules(pipeline, pool)
     outs = {rule.out for rule in rules}
     outputs = tuple(replace(item, pool=f"~rebuild/{pool}") for item in pipeline.outputs if item.topic in outs)
-    # A commit of the scratch pool may end within a transaction: nobody reads it.
+    # A commit of the scratch pool may end within a transaction, because no consumer reads the pool.
     event_pipeline = replace(pipeline, outputs=outputs, rules=rules, transactions=None, on_rule_change="continue")
     return scratch(event_pipeline, prefix, pipeline.lake, output_limits(pipeline, outs))
 
 
 def _remove_other_pool(scratch_pipeline: Pipeline, uri: str, prefix: str, pipeline: Pipeline, pool: str) -> None:
-    """Remove a scratch pool of another file, or of an account that went back."""
+    """Remove a scratch pool that is of another pipeline file, or of an account that was restored to an earlier version."""
     state, real = (
         staging.open_staging(scratch_pipeline.lake, scratch_pipeline.staging_pools[0]),
         staging.open_staging(pipeline.lake, pool),
@@ -140,7 +140,7 @@ def _batch(pipeline: Pipeline, session: Session, plan: EtlPlan) -> EtlBatch:
 def _recomputed_commits(
     scratch_pipeline: Pipeline, session: Session, pipeline: Pipeline, pool: str
 ) -> Iterator[EtlCommit]:
-    """Transform into the scratch pool what the account of the pool has, a commit a batch."""
+    """Transform the records in the pool's account into the scratch pool, with one commit for each batch."""
     scratch_pool = scratch_pipeline.staging_pools[0]
     while True:
         state = staging.open_staging(pipeline.lake, pool)
@@ -180,7 +180,7 @@ def _check_history(scratch_pipeline: Pipeline, pipeline: Pipeline, state: Stagin
 
 
 def _check_reached(scratch_pipeline: Pipeline, state: StagingState) -> None:
-    """EtlError if the scratch pool has not taken what the account has."""
+    """EtlError if the scratch pool lacks records that are in the pool's account."""
     scratch_state = staging.open_staging(scratch_pipeline.lake, scratch_pipeline.staging_pools[0])
     seen_offsets = {} if scratch_state is None else _seen_offsets(scratch_state)
     topics = {item.topic for item in scratch_pipeline.inputs_of(scratch_pipeline.staging_pools[0])}

@@ -74,11 +74,9 @@ class HeldRecord:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of the records of rows in which a record waits.
-
-    ``waiting``: records that are pending behind another. ``ended``: records that are done without an output. ``following``:
-    record → its place among the outputs, None for its own.
-    """
+    """The decision on the records of source rows in which a record waits. ``waiting``: records that are pending behind another
+    record. ``ended``: records that are done without an output. ``following``: record → its place among the outputs; None for
+    the record's own place."""
 
     waiting: frozenset[Place] = frozenset()
     ended: frozenset[Place] = frozenset()
@@ -223,7 +221,7 @@ class Hold:
     rules: Mapping[Place, str] = field(default_factory=dict[Place, str])
 
     def covers(self, other: Decision) -> bool:
-        """Whether another decision says nothing new."""
+        """Whether this decision contains another decision."""
         decision = self.decision
         is_contained = all(
             place in decision.following and decision.following[place] == at for place, at in other.following.items()
@@ -231,7 +229,7 @@ class Hold:
         return is_contained and other.waiting <= decision.waiting and other.ended <= decision.ended
 
     def extended(self, other: Decision, rules: Mapping[Place, str]) -> Hold:
-        """With another decision, which counts for a record of both."""
+        """This decision, extended by another decision. For a record in both, the other decision counts."""
         decision = self.decision
         ended_places = decision.ended | other.ended
         all_following = {**decision.following, **other.following}

@@ -148,7 +148,7 @@ Rows = npt.NDArray[np.int64]
 """Hashes of source rows (see ``source_rows``)."""
 
 LOOKUP_ENTRIES = 6_000_000
-"""Entries of a ledger that is looked up here; they take some 50 bytes each."""
+"""The most entries of a ledger that the driver searches in memory. An entry takes some 50 bytes."""
 
 PLACE = ["topic", "partition", "first"]
 _FIELDS = ["rule", *PLACE, "hash", "text", "row"]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
 _LOOKED_AT, _LOOKED_AT_BYTES = 20_000, 64 << 20
-"""Rows, and bytes of them, that are looked at together: each look costs a millisecond."""
+"""The numbers of rows and of bytes that a task handles together, because each step costs a millisecond."""
 
 GROUP_BYTES = 64 << 20
 """Bytes of the row groups that a task gathers at one time."""
@@ -77,7 +77,7 @@ class BucketWriter:
     """The most records of a row group. A row group also ends when the topics together reach GROUP_BYTES."""
     held: HeldRules = NO_HELD_RULES
     settles: bool = False
-    """Whether source rows are decided here, if all results are looked at together (``HeldRules.settled``)."""
+    """Whether the task decides on source rows, if it has all results together (``HeldRules.settled``)."""
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Rows of _RESULT: account entries first, then one row with the pickled results."""
@@ -160,12 +160,12 @@ class BucketWriter:
 
 
 def _larger_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, pa.RecordBatch, bool]]:
-    """The same rows in larger batches, each with the number of rows before, and whether there are no other rows."""
+    """The same rows in larger batches. With each batch come the number of rows before it, and whether it has all rows."""
     gathered_batches: list[pa.RecordBatch] = []
     rows_before = rows = size = 0
     for batch in batches:
         gathered_batches.append(batch)
-        # Not `nbytes`, which looks into arrays: an empty one of Spark's within a list has no offsets to look at.
+        # ``nbytes`` reads the offsets of nested arrays, and an empty array from Spark within a list has no offsets.
         rows, size = rows + len(batch), size + batch.get_total_buffer_size()
         if rows >= _LOOKED_AT or size >= _LOOKED_AT_BYTES:
             yield rows_before, pa.concat_batches(gathered_batches), False
@@ -227,11 +227,11 @@ class Results:
         measured: bool = False,
         records: Callable[[], DataFrame] | None = None,
     ) -> None:
-        """Runs the batch's queries. Raises what a task raised.
+        """Runs the batch's queries. Raises the error of a failed task.
 
-        ``queries``: of components that share no topic; ``small``: the account is fetched at once; ``measured``: rows
-        may be so large that a thousand of them are not to be held at once; ``records``: a function that
-        returns the rows with the columns of ``HeldRules.records``, if the queries' rows lack them.
+        ``queries``: no two of them share a topic. ``small``: the driver fetches the account at once. ``measured``: a thousand
+        rows may be too large for the memory. ``records``: a function that returns the rows with the columns of
+        ``HeldRules.records``, if the rows of the queries lack them.
         """
         from pyspark import StorageLevel
 

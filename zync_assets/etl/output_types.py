@@ -314,8 +314,8 @@ class _Earlier:
         return dict(sorted(pairs, reverse=True))
 
     def key(self, kind: pa.DataType, notes: Mapping[FieldPath, Note]) -> Any:
-        """A schema that keys of this type have had: they must go on having the same bytes. None if there is none, or one
-        requires a field that may be null by now."""
+        """An earlier schema for keys of this type, so that equal keys keep the same bytes. None if there is no such schema, or
+        if it requires a field that may be null now."""
         for schema in self.sides["key"]:
             sure = all(notes.get(path, PLAIN).required for path in required_fields(schema))
             if sure and lake_type(parse(json.dumps(schema))) == kind:
@@ -396,7 +396,7 @@ def _schema_text(
         sides[side] = {"format": codec.format, "schema": schema}
         strategy = item.key_subject if side == "key" else item.value_subject
         if schema is not None and codec.format == "avro" and strategy != "topic":
-            # Now, not when it is published: what is staged can't be changed any more.
+            # The check is here and not in publish, because a staged record can't be changed.
             subject_name(strategy, item.topic, side, json.dumps(schema))
             sides[side] = {"format": codec.format, "schema": schema, "subject": strategy}
         if is_renamed:
@@ -407,6 +407,6 @@ def _schema_text(
 
 
 def namespace(topic: str) -> str:
-    """An Avro namespace from a topic's name: its parts, with what Avro's names don't allow made an underscore."""
+    """An Avro namespace from a topic's name. An underscore replaces each character that Avro's names don't allow."""
     parts = [re.sub(r"[^A-Za-z0-9_]", "_", part) for part in topic.split(".") if part]
     return ".".join(f"_{part}" if part[0].isdigit() else part for part in parts)

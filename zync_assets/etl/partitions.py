@@ -151,7 +151,7 @@ def topic_partitions(
 
 
 def _text(side: SideSchema) -> str:
-    """What the bytes of keys depend on: the format, and the schema where it, or its id, is a part of the bytes."""
+    """The format of keys. If the bytes of keys hold the schema or its id, also the schema."""
     return f"{side.format} {side.schema}" if side.format in ("avro", "connect-json") else side.format
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 MOST_MATCHES = 20_000
-"""Places that are handed to Spark from here."""
+"""The most places that the driver hands to Spark."""
 
 _REOPENED = pa.schema([("topic", pa.string()), ("partition", pa.int32()), ("first", pa.int64())])
 _PLACES = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("partition", pa.int32()), ("first", pa.int64())])

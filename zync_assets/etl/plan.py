@@ -60,10 +60,10 @@ class _Next(NamedTuple):
 def first_batch(
     ranges: Mapping[str, Sequence[OffsetRange]], files: Mapping[str, Iterable[DataFile]], limit: int
 ) -> dict[str, tuple[OffsetRange, ...]]:
-    """As much of the new ``ranges`` (topic → one range a partition) as holds about ``limit`` records.
+    """The part of the new ``ranges`` (topic → one range a partition) that holds about ``limit`` records.
 
-    ``files``: topic → the files that hold records of its ranges; none overlaps another. Ranges that no file is in hold
-    no records and are taken whole, as is a range whose files are all taken.
+    ``files``: topic → the files that hold records of its ranges; no two files overlap. A range without files holds no records,
+    and is taken whole. A range whose files are all taken is also taken whole.
     """
     queue: list[_Next] = []
     for topic, items in files.items():
@@ -94,7 +94,8 @@ def _even_cut(queue: Sequence[_Next], limit: int) -> int:
     since, reached = (np.array([getattr(item, name) for item in queue], float) for name in ("since", "reached"))
 
     def left_behind(count: int) -> float:
-        """Records of the files that are not taken whose times are not past those taken, if spread evenly."""
+        """About how many records are left behind: their files are not taken, but their times are at or below the last taken
+        time."""
         time = reached[count - 1]
         share = np.clip((time - since[count:]) / np.maximum(1, reached[count:] - since[count:]), 0, 1)
         return float(np.sum(np.where(reached[count:] <= time, 1, share) * records[count:]))
@@ -120,8 +121,11 @@ _ALL_OF_KAFKA = re.compile(r"\bkafka`?\s*(?![`.\w])", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What the event rules of a staging pool make of the raw history, in a scratch pool. ``prefix``: of the names of the scratch
-    pool's output topics; ``topics``: the output topics that get what differs."""
+    """A scratch pool with the results of a staging pool's event rules over the raw history.
+
+    ``prefix``: the prefix of the names of the scratch pool's output topics; ``topics``: the output topics that get the
+    differences.
+    """
 
     state: StagingState = field(repr=False)
     prefix: str
@@ -147,9 +151,9 @@ class EtlPlan:
     cuts: Mapping[str, Cut] = field(default_factory=dict[str, Cut], repr=False)
     """Domain → its part of the batch. Empty if there is nothing new."""
     rebuild: Rebuild | None = None
-    """What the batch computes again, in place of the new records."""
+    """The results that the batch computes again. The batch then takes no new records."""
     recomputed: Recomputed | None = None
-    """What the batch compares with the staged outputs, in place of the new records."""
+    """The scratch pool that the batch compares with the staged outputs. The batch then takes no new records."""
     waits: Waits = field(default=NO_WAITS, repr=False)
     """The records that wait for a row."""
     new_views: tuple[str, ...] = ()
@@ -334,8 +338,9 @@ def _shares(
 
 
 def with_ids(pipeline: Pipeline, topic: str, state: RawState) -> RawState:
-    """The state, whose records have the ids of their writers' schemas where some schema lacks a column: a field that is the
-    column is left out then. A rule that passes all of ``kafka`` on would pass the ids on too: it has null for such a field."""
+    """The state, with the schema ids of its records if some writer's schema lacks a column. An output then leaves out a field
+    that is this column. A rule that passes on all of ``kafka`` would pass on the ids too. Its outputs have null for the field
+    instead."""
     if not any(has_lacking(item.type) for item in state.schema if item.name in ("key", "value")):
         return state
     rules = [rule for rule in pipeline.rules if topic in rule.topics]

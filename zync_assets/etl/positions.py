@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
 BUCKET_RECORDS = 150_000
-"""New raw records for each bucket, about."""
+"""The approximate number of new raw records in a bucket."""
 
 SMALL = 20_000
 """The most new raw records of a small batch. A small batch is one Spark task, and the driver fetches its account."""
@@ -47,7 +47,7 @@ _DONE = ("out", "ended", "applied")
 """The kinds of result rows, and of the facts about tables of views, whose records are done."""
 
 Bound: TypeAlias = tuple[int, ...]
-"""The least values, part by part of ``ord``, of the rows from a bucket on. The last parts may be missing."""
+"""The lowest ``ord`` of a bucket's rows, as a tuple of its parts. The last parts may be missing."""
 
 
 def bucket_bounds(groups: Sequence[Sequence[OrderSpan]], parts: Sequence[str]) -> list[Bound]:

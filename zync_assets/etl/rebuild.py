@@ -62,7 +62,7 @@ V = TypeVar("V")
 
 
 def event_rules(pipeline: Pipeline, pool: str) -> tuple[Rule, ...]:
-    """The rules of a staging pool but views."""
+    """The rules of a staging pool, without views."""
     return tuple(rule for rule in pipeline.rules_of(pool) if rule.view is None)
 
 
@@ -317,7 +317,7 @@ def _outputs(transform: Transform, topic: _Topic, records: DataFrame) -> DataFra
     labels, ordering = transform.labels, transform.ordering
     indexes = {name: labels.rules.index(name) for name in topic.targets}
     rules = " ".join(f"WHEN {text_sql(name)} THEN {at}" for name, at in indexes.items())
-    # A tombstone of a rule that is gone has the key of another rule.
+    # A tombstone of a removed rule has the key of another rule.
     keyed_rules = [
         name for name, target in topic.targets.items() if target.key and target.key[1].simpleString() != "void"
     ]
@@ -367,13 +367,13 @@ def is_rebuilt(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan) -> bool:
 
     if facts(state.head) != facts(recomputed.state.head):
         return False
-    # Each has as many rows as the other.
+    # Both have the same number of rows.
     old, new = (_pending_places(spark, pool_state, inputs) for pool_state in (state, recomputed.state))
     return old is None or new is None or new.exceptAll(old).isEmpty()
 
 
 def _pending_places(spark: SparkSession, state: StagingState, topics: Collection[str]) -> DataFrame | None:
-    """The pending records of some topics: place and rule. Any number of them. None: nothing is pending."""
+    """The places and rules of the pending records of some topics, however many there are. None: no record is pending."""
     from pyspark.sql import functions as F
 
     if not any(count for (_, topic), count in state.head.waiting.items() if topic in topics):

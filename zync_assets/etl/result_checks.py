@@ -173,7 +173,7 @@ class _Search:
 
 
 def _odd_conditions(item: Output, rule: Rule, target: OutputColumns) -> list[str]:
-    """Whether outputs of a rule hold what has no form, as conditions."""
+    """Conditions for outputs of a rule with a value that the output's format can't hold."""
     kinds = {side[0]: side[2] for side in (target.key, target.value) if side is not None}
     kinds[staging.HEADERS_COLUMN] = spark_type(HEADERS_TYPE)
     conditions: list[str] = []

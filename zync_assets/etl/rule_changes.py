@@ -24,10 +24,8 @@ _KEPT = "New records go by the new rules; staged outputs and their numbers stay 
 
 @dataclass(frozen=True)
 class RuleChange:
-    """One rule of which the pipeline file says something else than at the last commit.
-
-    ``parts``: the keys that changed; empty for a rule that is new, gone, renamed or moved. ``text``: the change in words.
-    """
+    """A rule whose definition differs from the last commit. ``parts``: the keys that changed; empty for a rule that is new,
+    removed, renamed or moved. ``text``: the change in words."""
 
     rule: str
     parts: tuple[str, ...]
@@ -107,10 +105,10 @@ def rule_changes(rules: Iterable[Rule], head: Head) -> list[RuleChange]:
 
 
 def _moves(rules: Sequence[tuple[int | None, Rule]]) -> Iterator[RuleChange]:
-    """The rules that now stand before others that they stood behind, or behind others, as few of them as explain the order.
+    """The rules that moved past other rules since the last commit. The list is the shortest that explains the present order.
+    ``rules``: with the place of each at the last commit. Earlier versions kept no places.
 
-    ``rules``: with the place of each at the last commit. Earlier versions kept no places. Rules that plainly take no record
-    of each other may stand in any order.
+    Rules that plainly take no record of each other may stand in any order.
     """
     swapped_pairs = [
         (behind, before)
@@ -161,10 +159,8 @@ def _differences(old_text: str, rule: Rule) -> tuple[str, ...]:
 
 
 def report_changes(pipeline: Pipeline, pool: str, head: Head, log: Callable[[str], object] | None) -> None:
-    """Tell which rules changed since the last commit. ``log``: None tells nobody.
-
-    EtlError if the pipeline file says that a change of rules stops ETL.
-    """
+    """Log the rules that changed since the last commit. ``log``: None logs nothing. EtlError if the pipeline file says that a
+    change of rules stops ETL."""
     changes = rule_changes(pipeline.rules_of(pool), head)
     if not changes:
         return

@@ -87,7 +87,7 @@ def _row_key_sql(sql: str, key: DataType) -> str:
 
 
 def _hashed_type(kind: DataType) -> DataType | None:
-    """The widest integer or float in place of each; None for a type that Spark does not hash."""
+    """The type with the widest integers and floats in place of narrower types; None for a type that Spark does not hash."""
     from pyspark.sql.types import ArrayType, DoubleType, FloatType, IntegralType, LongType, StructField, StructType
 
     if isinstance(kind, StructType):

@@ -130,7 +130,8 @@ def transaction_frontier(
     above = None if before is None else before.end
     last = slowest(streams.streams, counting, streams.confirmed, above)
     floor = END if last is None else streams.confirmed[last.name]
-    # One partition keeps the order of its END records. Several partitions confirm it, as those of the changes do.
+    # A single partition keeps the order of its END records. Several partitions must confirm the order, as partitions of changes
+    # do.
     confirmed_end = frontier(streams.closers, streams.confirmed).order
     ends = _placed_ends(parts, counting, before) if is_binlog else merge_ends(parts, above, confirmed_end)
     result = whole_transactions(ends, above, front.order, floor, counting)
