@@ -41,16 +41,16 @@ from zync_assets.pipeline import LakeUri
 
 PARQUET, JSON_LINES = "parquet", "jsonl"
 SUFFIXES: Mapping[str, str] = {PARQUET: ".parquet", JSON_LINES: ".jsonl.gz"}
-"""Format of an archive → how its objects end."""
+"""Format of an archive → the suffix of its objects."""
 
 UNTIMED = "untimed"
-"""The time in the names of records that have none, as those of a staging pool."""
+"""The time in the names of objects whose records have no time, as records of a staging pool."""
 
 _OWN = "_zync"
 _NUMBER = "zync:state:"
 _NAME = re.compile(r"(.+)/([^/]+)/(\d+)/(\d+)-(\d+)(\.parquet|\.jsonl\.gz)")
 MOST_OBJECTS = 500
-"""Objects in the list of a state. More go into a file, because a state is written for each batch."""
+"""The most objects in the list of a state. More objects go into a list file, because each batch writes a state."""
 
 _POSITIONS = pa.schema([("place", pa.string())])
 
@@ -284,7 +284,7 @@ def place_losses(archive: str, topic: str, state: ArchiveState) -> Losses:
             paths += json.loads(read_file(archive, name))
         except FileNotFoundError as error:
             raise LakeError(f"archive {archive}: the file {error} is gone. Restore it from a copy.") from None
-    # Somebody may have given the folder of a topic another name.
+    # Somebody may have renamed the folder of a topic.
     listed_objects = {replace(item, topic=topic) for item in _parse_paths(paths)}
     objects = sorted(listed_objects, key=lambda item: (item.partition, item.first))
     # The state was read first: a run that goes on in the meantime only makes longer objects.
@@ -298,7 +298,7 @@ def place_losses(archive: str, topic: str, state: ArchiveState) -> Losses:
 
 
 def _traces(state: ArchiveState) -> list[str]:
-    """Paths of objects that a state names: its newest ones, and those to remove. A path begins with the topic."""
+    """The paths of a state's newest objects, and of the objects to remove. A path begins with the topic."""
     return [*state.tails.values(), *state.removals]
 
 
@@ -343,7 +343,7 @@ def list_loads(archive: str) -> list[str]:
 
 
 def remove_load(archive: str, name: str) -> None:
-    """Remove what a batch loaded, as far as it is there."""
+    """Remove the files of a load, as far as they exist."""
     system, path = storage.filesystem(storage.join(archive, _OWN, "loads", name))
     with suppress(LakeError, OSError):
         for info in system.get_file_info(fs.FileSelector(path, allow_not_found=True, recursive=True)):
@@ -354,7 +354,7 @@ def remove_load(archive: str, name: str) -> None:
 
 
 def write_whole(archive: str, path: str, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file so that readers see the whole file or no file."""
     uri = storage.join(archive, path)
     system, place = storage.filesystem(uri)
     with storage.access_errors(uri, "can't be written"), _draft(archive, uri) as draft:

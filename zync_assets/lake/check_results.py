@@ -36,7 +36,7 @@ from zync_assets.pipeline import Pipeline
 UNKEPT = 100_000
 """Offsets that may have passed in this process and are not committed yet: the next process looks at them again."""
 ATTEMPTS = 10
-"""How often in a row another writer of the table may be first."""
+"""The most attempts at a commit, if another writer of the table commits first each time."""
 
 _recent: dict[tuple[str, str], int] = {}
 """Place of the table, name of a number → how far a check has passed in this process, past what is committed."""
@@ -127,7 +127,7 @@ class CheckState:
         return [item for item in self.blocks if item.look.subject in subjects and item.look.table in table_ids]
 
     def has_begun(self, look: Look) -> bool:
-        """Whether the check has passed over a part of the table since the lake keeps what checks say."""
+        """Whether the lake holds progress of the check for a part of the table."""
         return self.table is not None and self.table.number(_begin_number(look)) is not None
 
     def progress(self, look: Look, place: TopicPartition) -> int | None:

@@ -45,18 +45,18 @@ from zync_assets.lake.raw_files import MAX_RECORDS
 from zync_assets.lake.staging import ACCOUNT
 
 SMALL = 200_000
-"""Records of a file up to which it is small."""
+"""The most records of a small file."""
 FILES = 32
-"""Small files in a row before they become one."""
+"""The number of neighbouring small files that become one file."""
 _NUMBER = "zync:compacted"
 _BATCH = 50_000
 _RESTORE = "Restore the table to a version before that was so."
 
 
 def due_runs(files: Iterable[DataFile], span: int | None = None) -> list[list[DataFile]]:
-    """Runs of neighbours that are worth a file of their own. The account and replays stay as they are.
+    """The runs of neighbouring files that are due to become one file. The account and replays stay as they are.
 
-    ``span``: milliseconds between the times of a run's records at the most, where old ones are to go, file by file.
+    ``span``: the most milliseconds between the times of a run's records, for a table whose old files are removed one by one.
     """
     runs: list[list[DataFile]] = []
     candidates = [
@@ -256,7 +256,7 @@ second a commit may take five minutes."""
 LOOK_HOURS = 24
 """Time between two looks at the files of a table."""
 MOST = 200_000
-"""Files and log entries that one cleaning removes at the most."""
+"""The most files and log entries that one cleaning removes."""
 _LOG_NUMBER = "zync:cleaned"
 _LOOK_NUMBER = "zync:swept"
 _ENTRY = re.compile(r"(\d{20})\.(json|crc|checkpoint\..*)")
@@ -324,7 +324,7 @@ def clean_log(table: LakeTable) -> int:
 
 
 def tidy(table: LakeTable | None) -> None:
-    """Look after a side table, opened after a commit to it, where that is due.
+    """Clean a side table if a cleaning is due. ``table``: opened after a commit to it.
 
     The threads of many topics come at once. One of them cleans the table, and the others find that nothing is due.
     """
@@ -432,7 +432,8 @@ def _remove_folders(base: str, paths: Iterable[str]) -> None:
 
 
 def _expiry_time(retention: str | None) -> float:
-    """The time up to which entries may go, by ``interval <number> <unit>`` of the table; now where that is not set."""
+    """The time up to which log entries may be removed, by the table's ``interval <number> <unit>``; now if the table sets
+    none."""
     match = re.fullmatch(r"\s*interval\s+(\d+)\s+(second|minute|hour|day|week)s?\s*", retention or "", re.IGNORECASE)
     if retention is None:
         return time.time() + 1

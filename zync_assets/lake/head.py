@@ -41,7 +41,7 @@ class OutputPosition:
 
 @dataclass(frozen=True)
 class Partitioning:
-    """What the partitions of an output topic's records follow from.
+    """The things on which the partitions of an output topic's records depend.
 
     ``text``: the format and the schema of the keys, or the expression of ``partition-by``; ``id``: the id that the registry had
     for an Avro schema.
@@ -119,7 +119,7 @@ class Head:
     tables: Mapping[str, TableEntry] = field(default_factory=dict)
     """Name of a table of views and look-ups → the state that the pool has of the table."""
     partitionings: Mapping[str, Partitioning] = field(default_factory=dict)
-    """Output topic with several partitions → what the partitions of its records follow from."""
+    """Output topic with several partitions → its partitioning."""
     waits: Mapping[str, int] = field(default_factory=dict)
     """Rule → the time, in milliseconds since the epoch, since which a record may wait for a row that it looks up."""
 

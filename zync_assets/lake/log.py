@@ -203,8 +203,8 @@ TOKEN = "zync.commit"
 """The key of a commit's own mark in its log entry. A writer finds its commit by the mark. The mark is no state."""
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _CARRY_VERSIONS = 100
-"""Versions from one opened table to the next over which a table takes over numbers and files; as many lie between two
-checkpoints."""
+"""The most versions between two opened tables for which the newer table takes over numbers and files. As many versions lie
+between two checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -252,9 +252,9 @@ class DataFile:
 class LakeTable:
     """A table at one version. A commit on this object conflicts with every commit since that version.
 
-    It may have several holders, and the version never changes. delta-rs's own object, ``delta``, goes on to the next
-    version once a commit was made on it, which is cheaper than to read the log again. It is read again for a holder that
-    still needs it.
+    Several callers may hold the object, and its version never changes. After a commit on ``delta``, delta-rs's own object,
+    ``delta`` shows the next version. A newer table takes ``delta`` over, because that is cheaper than to read the log again. If
+    a caller still needs ``delta`` at the old version, delta-rs reads the log again.
     """
 
     def __init__(self, uri: str, delta: DeltaTable) -> None:
@@ -275,14 +275,15 @@ class LakeTable:
             return self._delta
 
     def give_away(self) -> DeltaTable:
-        """delta-rs's object, for a newer version of the table. Nobody else has it then. ``load`` must have run before the
-        commit on the object: the object shows the newer version since."""
+        """Gives delta-rs's object to a newer version of the table. This table no longer has the object. ``load`` must have run
+        before the commit on the object, because the object shows the newer version after the commit."""
         with self.lock:
             delta, self._delta = self.delta, None
             return delta
 
     def load(self) -> None:
-        """Ask delta-rs's object for all that holders ask for after a commit too. Where that fails, no commit happened yet."""
+        """Read from delta-rs's object everything that callers may ask for after a commit. If this fails, nothing is committed
+        yet."""
         _ = self.delta_schema, self.metadata, self.files
 
     @cached_property

@@ -90,13 +90,13 @@ def distinct(numbers: np.ndarray) -> np.ndarray:
 
 
 def difference(numbers: np.ndarray, exclusions: np.ndarray) -> np.ndarray:
-    """Those numbers that are not among the others, sorted and without doubles."""
+    """The numbers that are not among ``exclusions``, sorted and without doubles."""
     return np.setdiff1d(distinct(numbers), distinct(exclusions), assume_unique=True)
 
 
 class FileOffsets:
-    """The offsets of one partition's files, for spans asked for in ascending order: a file is read when a span first
-    touches it and let go when it lies behind."""
+    """The offsets of one partition's files, for spans in ascending order. A file is read when a span first touches it. The file
+    leaves the memory when the spans are past it."""
 
     def __init__(self, table_uri: str, files: Sequence[DataFile]) -> None:
         self._uri = table_uri
@@ -213,10 +213,8 @@ V = TypeVar("V")
 
 
 class RecentCache(Generic[K, V]):
-    """A cache of a bounded size, for processes that live for months.
-
-    It keeps the values that were used last. The weights of all values add up to ``most`` at the most, or there is one value.
-    """
+    """A cache of a bounded size, for processes that live for months. It keeps the most recently used values. The weights of its
+    values add up to at most ``most``, unless it holds a single value."""
 
     def __init__(self, most: int) -> None:
         self._most = most

@@ -61,7 +61,7 @@ class PublishState:
 
 
 def open_publish_state(lake: str, pool: str, topic: str, partition: int = 0) -> PublishState:
-    """How far an output partition has been published; all None where nothing was."""
+    """How far an output partition has been published. All fields are None if nothing was published."""
     return publish_state(open_published(lake, pool), topic, partition)
 
 
@@ -203,7 +203,7 @@ class _Entry:
 
 
 class _Commits:
-    """The commits of this process's threads on one table. What comes while a commit is under way goes into the next one."""
+    """The commits of this process's threads on one table. Entries that arrive during a commit go into the next commit."""
 
     def __init__(self) -> None:
         self.lock = Lock()
@@ -294,7 +294,7 @@ class _Commits:
 
 
 _VERSIONS = 1000
-"""Versions of a table whose numbers a process knows at the most."""
+"""The most versions of a table whose numbers a process keeps."""
 _commits: dict[tuple[str, str], _Commits] = {}
 """(place, id) of a table → its commits."""
 _opening_locks: dict[str, Lock] = {}

@@ -46,7 +46,7 @@ _SEAL = "zync:sealed:"
 
 
 def new_attempt() -> int:
-    """A number for one attempt at ingesting a batch, as good as unique."""
+    """A random number for one attempt at ingesting a batch. Two attempts hardly ever have the same number."""
     return secrets.randbits(62) + 1
 
 
@@ -235,7 +235,8 @@ def quarantined_records(
 
 
 def quarantine_count(snapshot: Snapshot, item: Input) -> int:
-    """How many records of a topic lie in quarantine: in the account of the pool that has most, and what ETL has yet to see."""
+    """The number of a topic's records in quarantine: the records in the account of the pool that has the most, and the records
+    that ETL has yet to see."""
     state = snapshot.raw(item.topic)
     if state is None:
         return 0

@@ -93,11 +93,11 @@ class RawState:
     attempt: Mapping[int, int] = field(default_factory=dict)
     """Partition → the last committed attempt that put entries of it into the side table."""
     retention_start: Mapping[int, int] = field(default_factory=dict)
-    """Partition → the first offset that retention left, where it took some."""
+    """Partition → the first offset that retention left, for partitions with removed records."""
     retention_count: Mapping[int, int] = field(default_factory=dict)
     """Partition → records that retention removed, ever."""
     retention_time: Mapping[int, int] = field(default_factory=dict)
-    """Partition → the highest time of what retention removed, milliseconds since the epoch."""
+    """Partition → the highest time of the records that retention removed, in milliseconds since the epoch."""
     records: Mapping[int, int] = field(default_factory=dict)
     """Partition → records that were ever ingested, without replayed records. Tables of older versions may not have counted
     their first records."""
@@ -109,7 +109,8 @@ class RawState:
     marks: Mapping[int, Mark] = field(default_factory=dict)
     """Partition → its last record before the next offset. Another record there shows that the topic was truncated."""
     reader_schema: pa.Schema | None = field(default=None, repr=False, kw_only=True)
-    """The table's columns with fields that no record has had yet, where a reader asks for some."""
+    """The table's columns and the fields that a reader asks for before any record has them; None: no reader asks for such a
+    field."""
     with_ids: bool = field(default=False, kw_only=True)
     """Whether a reader of records wants the registry ids of their schemas, in ``kafka``."""
     with_order: bool = field(default=False, kw_only=True)
@@ -253,10 +254,10 @@ def replay_offsets(state: RawState, since: int = 0) -> dict[int, npt.NDArray[np.
 
 
 def record_ranges(state: RawState, parts: Sequence[OffsetRange], release: int = 0) -> list[OffsetRange]:
-    """The offsets of some ranges of one partition that the table has a record of, normalized. Only files with gaps are read: one
-    column, a file at a time.
+    """The offsets of some ranges of one partition that the table has a record of, normalized.
 
-    Below ``release`` only what replays brought counts: the rest may be removed at any moment.
+    Only files with gaps are read: one column, a file at a time. Below ``release`` only replayed records count, because other
+    records may be removed at any moment.
     """
     searched_ranges = normalize(parts)
     firsts, ends = (np.array([getattr(part, name) for part in searched_ranges], np.int64) for name in ("first", "end"))

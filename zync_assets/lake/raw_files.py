@@ -147,7 +147,7 @@ class RangeWriter:
     """
 
     def __init__(self, table_uri: str, partition: int, name: str = "part") -> None:
-        """``name``: what the files' names begin with."""
+        """``name``: the prefix of the files' names."""
         self._uri = table_uri
         self._partition = partition
         self._name = name
@@ -238,7 +238,7 @@ class _OpenFile:
                 compression="snappy",
                 use_dictionary=_CONSTANT,  # type: ignore[arg-type]  # a sequence of names too
                 column_encoding=dict.fromkeys(sorted_columns, "DELTA_BINARY_PACKED"),
-                # Of other columns the least and the most of a row group, in order of offsets, help no reader to skip one.
+                # Rows are sorted by offset. No reader could skip a row group by the statistics of another column.
                 write_statistics=sorted_columns,  # type: ignore[arg-type]
             )
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 from zync_assets.lake import storage
 
 MOST = 8
-"""Readings that are kept at the most. Some of them are older than any sensible delay."""
+"""The most readings that are kept. Some of them are older than any sensible delay."""
 
 
 @dataclass(frozen=True)

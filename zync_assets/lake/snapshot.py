@@ -32,7 +32,7 @@ class Snapshot:
         """``raw_states``: input topic → its raw table, of the tables that the step has opened already."""
         self.pipeline = pipeline
         self.passed: set[tuple[str, str]] = set()
-        """(what, staging pool) of looks that found nothing wrong with these tables, and need not look again."""
+        """(kind of check, staging pool) of the checks that these tables have passed. These checks need not run again."""
         self._states: dict[Hashable, Any] = {("raw", topic): state for topic, state in (raw_states or {}).items()}
 
     def raw(self, topic: str) -> RawState | None:

@@ -41,7 +41,7 @@ from zync_assets.lake import stores
 from zync_assets.pipeline import NO_SETTINGS, LakeUri
 
 BATCH_BYTES = 64 << 20
-"""Bytes of a Parquet file's rows, before compression, that are read at once."""
+"""The most bytes of a Parquet file's rows, before compression, that are read at once."""
 _FOOTERS = 16
 """Footers of files that are read side by side."""
 
@@ -162,7 +162,7 @@ def _store_errors(root: str) -> Generator[None]:
 
 
 def failure(uri: str, error: Exception, otherwise: str) -> LakeError:
-    """The error of ours for one of a library; ``otherwise``: its message where the store did not refuse anything."""
+    """zync's error for an error of a library. ``otherwise``: the message if the store did not refuse anything."""
     refusal = (
         stores.refusal(uri, settings(uri), error) if is_store(uri) else stores.disk_refusal(f"lake {uri}", str(error))
     )
@@ -171,7 +171,8 @@ def failure(uri: str, error: Exception, otherwise: str) -> LakeError:
 
 @contextmanager
 def access_errors(uri: str, doing: str) -> Generator[None]:
-    """LakeError for what the system says while a file is read or written. ``doing``: such as ``can't be read``."""
+    """Raises LakeError for an error of the system while a file is read or written. ``doing``: the failed action, such as
+    ``can't be read``."""
     try:
         yield
     except (OSError, pa.ArrowInvalid) as error:
@@ -193,10 +194,8 @@ def delta_options(uri: str) -> dict[str, str] | None:
 
 
 def spark_options(uri: str) -> dict[str, str]:
-    """What Spark is to read and write Parquet files there with, as options of the reader or writer.
-
-    As options they are part of that one read: no process argument, page or configuration of a session has them.
-    """
+    """The options with which Spark reads and writes Parquet files in the lake. They belong to one reader or writer. No process
+    argument, page or configuration of a session shows them."""
     return stores.hadoop_options(uri, settings(uri)) if is_store(uri) else {}
 
 
@@ -286,8 +285,8 @@ def require_files(uri: str, paths: Sequence[str]) -> None:
 
 
 def remove_files(uri: str) -> None:
-    """Remove the Parquet files below a folder that nothing names, as far as the store lets them go: what is left is cleaned
-    up later."""
+    """Remove the Parquet files below a folder that no commit names. If the store refuses to remove a file, a later clean-up
+    removes it."""
     system, path = filesystem(uri)
     with suppress(LakeError, OSError):
         for name in list_files(uri, ".parquet"):
@@ -304,7 +303,7 @@ def remove_folder(uri: str) -> None:
 
 
 def remove_file(uri: str) -> None:
-    """Remove a file that nothing names, as far as the store lets it go: what is left is cleaned up later."""
+    """Remove a file that no commit names. If the store refuses to remove it, a later clean-up does."""
     system, path = filesystem(uri)
     with suppress(LakeError, OSError):
         system.delete_file(path)

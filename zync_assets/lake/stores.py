@@ -46,7 +46,7 @@ GENERAL = (
 """delta-rs's storage options that are the same for all stores."""
 
 _PATIENT = {"connect_timeout": "5s", "timeout": "60s", "max_retries": "8", "retry_timeout": "40s"}
-"""delta-rs's own patience of three minutes is more than who waits at a terminal has."""
+"""delta-rs by itself tries for three minutes, which is too long for a user at a terminal."""
 
 _S3 = StoreKind(
     "S3",
@@ -92,7 +92,7 @@ KINDS: Mapping[str, StoreKind] = {"s3": _S3, "s3a": _S3, "gs": _GCS, "abfss": _A
 """Scheme of a lake's URI → kind."""
 
 _CREDENTIALS = ("access-key-id", "secret-access-key", "session-token")
-"""They belong together: none is taken from the environment where the file has one."""
+"""Settings that belong together. If the file has one of them, none is taken from the environment."""
 
 
 def scheme(uri: str) -> str:
@@ -164,7 +164,7 @@ def kind_of(uri: str) -> StoreKind:
 
 
 _TRACE = re.compile(r"(stack backtrace|\d+: |at )", re.IGNORECASE)
-"""Of Rust's backtraces, which some errors of delta-rs carry."""
+"""The lines of Rust's backtraces, which some errors of delta-rs carry."""
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"\b(40[0-9]|412|429|50[0-9]) [A-Z]")
 _SILENCE = (
@@ -193,7 +193,7 @@ _OF_HADOOP = re.compile(
     r"AWSClientIOException|AWSNoResponseException|AWSServiceThrottledException|AWSStatus500Exception|ApiCallTimeout"
     r"|ConnectTimeoutException|NoHttpResponseException"
 )
-"""Exceptions of Hadoop's S3 client, which Spark reads with, for the same."""
+"""Exceptions for the same troubles from Hadoop's S3 client, with which Spark reads."""
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _NO_LOGIN = ("SignatureDoesNotMatch", "InvalidAccessKeyId", "InvalidToken", "ExpiredToken", "AuthenticationFailed")
 _NO_CREDENTIALS = ("credentials provider", "CredentialsNotLoaded", "no providers in chain", "169.254.169.254")

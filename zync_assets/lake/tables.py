@@ -27,7 +27,7 @@ from zync_assets.lake.log import EPOCH, TOKEN, DataFile, LakeTable, Order
 _READER_FEATURES = frozenset({"timestampNtz"})
 _FORBIDDEN = ("delta.constraints.", "delta.appendOnly", "delta.enableChangeDataFeed", "delta.columnMapping.mode")
 _FORBIDDEN_OFF = ("false", "none")
-"""Properties that ask a writer for what is not done here."""
+"""Table properties that ask a writer for work that zync does not do."""
 _versions: dict[str, int] = {}
 """Place → the newest version of its table that this process has seen: a table does not vanish, nor go back."""
 _newest: dict[str, tuple[LakeTable, log.Mark]] = {}
@@ -109,7 +109,7 @@ def _advance(uri: str) -> DeltaTable | None:
     try:
         delta.update_incremental()
     except (DeltaError, OSError):
-        return None  # whoever reads the whole log says what is wrong with it
+        return None  # the caller reads the whole log, and its error names the problem
     return delta
 
 
