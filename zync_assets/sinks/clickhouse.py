@@ -86,10 +86,10 @@ from zync_assets.sinks.target import (
 )
 
 INSERT_BYTES = 64 << 20
-"""The rows of one insert into a load table: an insert makes a part, and ClickHouse wants few large parts."""
+"""The bytes of one insert into a load table. Each insert makes a part, and ClickHouse works best with few large parts."""
 
 APPEND_BYTES = 16 << 20
-"""As INSERT_BYTES, of an insert into the table itself: Spark makes rows of that size meanwhile."""
+"""The bytes of one insert into the table itself. Meanwhile, Spark makes the rows of the next insert."""
 
 TOKENS = 1000
 """How many inserts a table remembers by their tokens."""
@@ -187,7 +187,7 @@ class ClickhouseTarget(SqlTarget):
             quarantine_rows = _rows(connection, QUARANTINE, place)
         positions = [row for row in rows if row["partition"] >= 0]
         next_offsets = {row["partition"]: row["next"] for row in positions}
-        # What was refused by a batch that did not move the position does not count.
+        # The refused records of a batch that did not move the position do not count.
         refusals = [row for row in quarantine_rows if row["offset"] < next_offsets.get(row["partition"], 0)]
         records = by_offset([BadRecord(row["partition"], row["offset"], row["key"], row["error"]) for row in refusals])
         if any(row["partition"] == _CLEARING for row in rows):
@@ -345,7 +345,7 @@ class ClickhouseTarget(SqlTarget):
     def _advance(self, connection: Connection, merge: Merge, emptied_at: int) -> None:
         if self._claim(connection, merge) != emptied_at:
             raise CommitConflict(f"{merge.place}: another run has emptied the table; run again")
-        # Positions that come again, after a reset, are not skipped.
+        # After a reset, ClickHouse must not skip the insert of a position that it has seen before.
         client_of(connection).set_client_setting(TOKEN, own_token())
         self._note(connection, merge)
         rows = [

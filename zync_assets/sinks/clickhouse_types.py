@@ -70,7 +70,7 @@ for _name in ("urllib3.connectionpool", "clickhouse_connect.driver"):
 
 
 def new_type(column: Column) -> SqlType:
-    """The type of a new column. Types that ClickHouse has no lossless one for are texts."""
+    """The type of a new column. A type without a lossless counterpart in ClickHouse becomes a text."""
     kinds, kind = pa.types, column.type
     if column.as_json:
         return ch.String()

@@ -327,14 +327,14 @@ def _with_condition(layout: Layout, sink: Sink, keys: Sequence[str], partial: Pa
         meets = f"CASE WHEN {exemption} THEN true ELSE {meets} END"
     if not sink.delete:
         return replace(layout, where=(meets, stays), update_sql=unsure)
-    # A record without a whole key has no row that could go.
+    # A record without a whole key has no row to delete.
     has_key = " AND ".join(f"{key} IS NOT NULL" for key in keys)
     condition = f"coalesce({layout.delete_sql}, true) OR {meets} OR ({has_key})"
     return replace(layout, delete_sql=f"({layout.delete_sql}) OR NOT ({meets})", where=(condition,), update_sql=unsure)
 
 
 def _function_columns(function: str, spec: TableSpec) -> tuple[Column, ...]:
-    """The columns after the user's function, which tells them by what it makes of no rows."""
+    """The columns after the user's function. The function gets a frame without rows, and its result shows the columns."""
     fields = [pa.field(item.name, pa.string() if item.as_json else item.type) for item in spec.columns]
     schema = changed(function, pa.RecordBatch.from_pylist([], schema=pa.schema(fields))).schema
     columns = {item.name: item for item in spec.columns}

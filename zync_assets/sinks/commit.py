@@ -67,7 +67,8 @@ SEARCH_OFFSETS = 4_000
 
 
 MOST_REFUSALS = 100
-"""Refused records, one after the other, that end a batch: the table itself is wrong. Other sinks get their turn."""
+"""The number of refused records in a row that ends a batch, because the table itself must be wrong. Other sinks then get their
+turn."""
 
 TEXT_LENGTH = 2_000
 """The most characters of a refused record's key, and of the target's message, in the sink's quarantine."""
@@ -129,7 +130,8 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
 
 
 def _prepare(target: Target, plan: SinkPlan, spec: TableSpec) -> None:
-    """Make the table, or let it fit. SinkError if the records before the position are not in it, or those after it are."""
+    """Create the table, or change it to fit. SinkError if the table lacks the records before the position, or has records after
+    it."""
     is_begun = plan.progress.origin is not None
     try:
         target.prepare(spec, create=plan.sink.create and not is_begun, evolve=plan.sink.evolve)
@@ -230,7 +232,7 @@ def _plan_settings(batch: SinkBatch) -> AbstractContextManager[None]:
 
 
 def _load_task(sink: Sink, layout: Layout, run: str, batches: Iterator[pa.RecordBatch]) -> LoadTable | None:
-    """The Spark task of step 2."""
+    """The Spark task of step 3."""
     from pyspark import TaskContext
 
     task = TaskContext.get()
@@ -312,11 +314,8 @@ def kept_text(text: str) -> str:
 
 @dataclass(frozen=True)
 class SearchTask:
-    """The arguments of the task of step 4.
-
-    ``merge``: of the whole batch, without load tables; ``bad_count``: of records in the sink's quarantine; ``reason``: why
-    an expression fails in the batch.
-    """
+    """The arguments of the task of step 5. ``merge``: the merge of the whole batch, without load tables. ``bad_count``: the
+    number of records in the sink's quarantine. ``reason``: why an expression fails in the batch."""
 
     sink: Sink
     layout: Layout
@@ -331,7 +330,7 @@ class SearchTask:
 
 
 def _search_task(task: SearchTask, batches: Iterator[pa.RecordBatch]) -> tuple[int, Sequence[BadRecord]]:
-    """The Spark task of step 4. Every part is a transaction of its own that moves the positions, so that a kill at any moment
+    """The Spark task of step 5. Every part is a transaction of its own that moves the positions. A kill at any moment therefore
     loses nothing."""
     table = pa.Table.from_batches(list(batches)).combine_chunks()
     rows = table.to_batches()[0] if table.num_rows else pa.RecordBatch.from_pylist([], schema=table.schema)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 OPEN_SECONDS = 60.0
-"""How long a connection to the embedded engine waits for the one before it."""
+"""Seconds that a connection to the embedded engine waits until the connection before it ends."""
 
 BUSY = "another process uses the folder"
 

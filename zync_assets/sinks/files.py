@@ -197,7 +197,7 @@ class FilesTarget(Target):
                         promise = Promise(longer, (tail.path, path), tail.path)
                 promises[promise.path] = promise
                 tails[chunk.partition] = promise.path
-        # A state of an earlier version has no list: what is there now begins one.
+        # A state of an earlier version has no list. The list begins with the present objects.
         objects = old_state.objects
         if objects is None:
             present_objects = archive.list_objects(self.root, merge.spec.name)

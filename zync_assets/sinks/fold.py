@@ -192,7 +192,7 @@ class PartialRecords:
         return " OR ".join(conditions) or None
 
     def lacks(self, sql: str) -> Iterator[str]:
-        """The conditions, any of which says that a record leaves out a field that an expression names."""
+        """Conditions for a record that leaves out a field of an expression. A single true condition is enough."""
         # Spark's workers load no parser.
         from zync_assets.pipeline_file.expressions import columns, parse
 

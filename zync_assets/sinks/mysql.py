@@ -96,7 +96,7 @@ _BITS: tuple[tuple[type[SqlType], int], ...] = (
 )
 _TEXTS = (mysql.TINYTEXT, mysql.TEXT, mysql.MEDIUMTEXT, mysql.LONGTEXT)
 _BYTEWISE = ("nopad_bin", "0900_bin")
-"""How the names of collations end that compare byte by byte, spaces at the end too: of MariaDB, and of MySQL."""
+"""The ends of the names of collations that compare byte by byte, spaces at the end too: in MariaDB, and in MySQL."""
 _PREFIXES = sa.text(
     "SELECT DISTINCT index_name FROM information_schema.statistics"
     " WHERE table_schema = :schema AND table_name = :name AND sub_part IS NOT NULL"

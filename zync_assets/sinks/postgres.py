@@ -135,7 +135,7 @@ class PostgresTarget(SqlTarget):
     def sort(self, error: exc.DBAPIError) -> type[SinkError]:
         state = getattr(error.orig, "sqlstate", None)
         if state is None:
-            # No answer of a server: no connection, or one that broke. psycopg itself refuses nothing of ours otherwise.
+            # The connection failed or broke. Otherwise, psycopg itself refuses no statement of this module.
             is_outage = isinstance(error, exc.OperationalError) and _login_cure(error, self.engine().url) is None
             return TargetUnavailable if is_outage else SinkError
         if state.startswith(_PASSING):
@@ -321,7 +321,7 @@ def connect_options(url: sa.URL, environment: Mapping[str, str]) -> dict[str, st
         for host in texts.split(",")
     ]
     hosts = hosts or (environment.get("PGHOST") or environment.get("PGHOSTADDR") or "").split(",")
-    # A service file says everything itself.
+    # A service file sets all options itself.
     is_chosen = "sslmode" in url.query or {"PGSSLMODE", "PGSERVICE"} & environment.keys() or "service" in url.query
     if not is_chosen and not all(map(_is_local, hosts)):
         options["sslmode"] = "verify-full"

@@ -293,7 +293,7 @@ class SqlTarget(Target):
     # ---- tables
 
     def _reflect_table(self, connection: Connection, spec: TableSpec) -> sa.Table:
-        """The table as it is. TableUnfit if it is gone."""
+        """The present table. TableUnfit if the table no longer exists."""
         name, schema = named(spec)
         try:
             return self.reflect(connection, name, schema)
@@ -322,7 +322,8 @@ class SqlTarget(Target):
     def _differences(
         self, connection: Connection, table: sa.Table, spec: TableSpec
     ) -> tuple[list[tuple[int, str, Any]], list[str]]:
-        """What a table lacks: (level of `evolve`, problem, DDL), and what no DDL of the sink can make."""
+        """The problems of a table that DDL of the sink cures, as (level of `evolve`, problem, DDL), and the problems that no
+        DDL of the sink cures."""
         statements: list[tuple[int, str, Any]] = []
         hopeless: list[str] = []
         for column in spec.columns:
@@ -363,7 +364,7 @@ class SqlTarget(Target):
         return sa.Table(name, sa.MetaData(), *columns, *marks, schema=schema, prefixes=self.load_prefixes)
 
     load_prefixes: Sequence[str] = ()
-    """What stands before TABLE when a load table is made."""
+    """The words before TABLE in the statement that creates a load table."""
 
     # ---- the merge
 

@@ -329,7 +329,8 @@ def missing_key(connection: Connection, table: sa.Table, key: Sequence[str], unf
 def loose_key(
     connection: Connection, names: Sequence[str], ddl: Sequence[sa.schema.ExecutableDDLElement]
 ) -> str | None:
-    """Why columns of a key hold several keys for one; None for no column. ``ddl``: the statements that cure the columns."""
+    """Why columns of a key take several keys for one key; None if no column does. ``ddl``: the statements that cure the
+    columns."""
     if not names:
         return None
     statements = "\n".join(f"{ddl_text(item, connection)};" for item in ddl)
@@ -341,8 +342,8 @@ def loose_key(
 def advice(
     connection: Connection, name: str, statements: Sequence[tuple[int, str, Any]], hopeless: Sequence[str]
 ) -> str:
-    """The text of TableUnfit. ``statements``: what the sink may not do, as (level of `evolve`, problem, DDL); ``hopeless``: what
-    no DDL of the sink can make."""
+    """The text of TableUnfit. ``statements``: the statements that the sink may not run, as (level of `evolve`, problem, DDL).
+    ``hopeless``: the problems that no DDL of the sink cures."""
     text = f"table {name}: {'; '.join([problem for _, problem, _ in statements] + list(hopeless))}"
     text = text if text.endswith(";") else f"{text}."
     ddl = "".join(f"\n{ddl_text(item, connection)};" for _, _, item in statements)

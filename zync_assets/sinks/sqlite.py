@@ -129,7 +129,7 @@ class SqliteTarget(SqlTarget):
             f"sqlite:///{self._file(name)}", poolclass=sa.pool.NullPool, isolation_level="AUTOCOMMIT"
         )
         with self.errors(), engine.connect() as connection:
-            # The file is removed after a kill, so that it needs neither a journal nor the disk's word.
+            # After a kill, the file is removed. It therefore needs no journal, and SQLite need not wait for the disk.
             connection.exec_driver_sql("PRAGMA journal_mode = OFF")
             connection.exec_driver_sql("PRAGMA synchronous = OFF")
             with _transaction(connection):

@@ -77,7 +77,7 @@ _WITHOUT_ZONE = {TIMESTAMP, DEBEZIUM_TIMESTAMP, MICRO_TIMESTAMP}
 """Notes of times that have no zone in the source database, which the lake holds as if they were in UTC."""
 
 OTHER_HOST_SECONDS = 86_400
-"""After this time, what a run on another host has left counts as left by a killed run."""
+"""After this many seconds, the load tables of a run on another host count as those of a killed run."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Place:
 
     @property
     def load_prefix(self) -> str:
-        """How the names of the place's load tables begin."""
+        """The prefix of the names of the place's load tables."""
         digest = hashlib.blake2b("\0".join((self.pipeline, self.sink, self.source)).encode(), digest_size=6).hexdigest()
         return f"{LOAD_PREFIX}{digest}_"
 
@@ -112,8 +112,8 @@ class Column:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table as its source needs it. ``name``: as the pipeline file has it, ``schema.table`` or ``table``; ``key``: the
-    names of the key columns, which come first; ``mode``: as in the pipeline file."""
+    """The definition of a table for its source. ``name``: as the pipeline file has it, ``schema.table`` or ``table``; ``key``:
+    the names of the key columns, which come first; ``mode``: as in the pipeline file."""
 
     name: str
     columns: tuple[Column, ...]
@@ -274,7 +274,7 @@ class Target(ABC):
         return ()
 
     def drop(self, names: Sequence[str]) -> None:
-        """Remove load tables, those that ``tables`` names."""
+        """Remove load tables. ``names``: some of the names in ``tables``."""
         raise NotImplementedError
 
     def has_table(self, spec: TableSpec) -> bool:
@@ -404,14 +404,15 @@ def counted(rows: Iterator[pa.RecordBatch], counts: list[int]) -> Iterator[pa.Re
 
 
 def process_mark() -> str:
-    """A text for the names of what a run makes: its host, its process, the process's start, the present, and chance."""
+    """A text for the names of a run's load tables: the host, the process, the process's start, the present time, and a random
+    number."""
     process = psutil.Process()
     parts = (process.pid, int(process.create_time()), int(time.time()))
     return "_".join([_host(), *(f"{part:x}" for part in parts), secrets.token_hex(4)])
 
 
 def is_alive(mark: str) -> bool:
-    """Whether the run that made a mark goes on. A run on another host counts as alive for a day."""
+    """Whether the run that made a mark is still running. A run on another host counts as alive for a day."""
     host, pid, began_at, made_at, *_ = (*mark.split("_"), "", "", "", "")
     try:
         if host != _host():
