@@ -29,7 +29,7 @@ def kind_of(rule: Rule) -> Kind:
 
 
 def is_apart(rule: Rule, manifold: Collection[str]) -> bool:
-    """Whether the results of a rule are not made in one pass over the topic (``singles``). ``manifold``: the rules with
+    """Whether the results of a rule need more than the one pass over the topic (``singles``). ``manifold``: the rules with
     several outputs of a match."""
     if rule.part_of is not None:
         return False

@@ -19,9 +19,10 @@ from zync_assets.spark.sql import name_sql, text_sql
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 KEPT = "kept"
-"""The column that says whether an output is wanted, where its topic has a condition; null where there is none."""
+"""The column with the output's own condition: whether the output is kept. Null if the output's topic has no condition."""
 FAILED, ENDED = -1, -2
-"""In place of a rule's index: an expression fails on the record, or its source row ended (``etl.hold``)."""
+"""Values in place of a rule's index. FAILED: an expression fails on the record. ENDED: the record's source row ended
+(``etl.hold``)."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def without_dropped(results: DataFrame, rules: Iterable[Rule]) -> DataFrame:
 
 
 def columns(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
-    """The columns that a rule's key, value and headers go to, each with what the rule makes for it."""
+    """The columns for a rule's key, value and headers, each with the SQL of its value."""
     columns = [
         (side[0], if_kept(rule, made_sql(shape, side[1], side[2])))
         for shape, side in ((rule.key, target.key), (rule.value, target.value))

@@ -150,7 +150,8 @@ def join_text(rule: Rule, kinds: Sequence[DataType]) -> str:
     """
     types = [kind.simpleString() if _is_collated(kind) else _hashed_type(kind).simpleString() for kind in kinds]
     topics = {side.name: side.topic for side in rule.sides}
-    # Entries of a rule that was not held lack the hashes of source rows, and those of one without expiry their times.
+    # Pending records of a rule without a held output lack the hashes of source rows. Pending records of a rule without expiry
+    # lack their times.
     held_entry = {"held": True} if rule.held else {}
     expiry_entry = {"expires": True} if rule.expiry is not None else {}
     return json.dumps({**topics, "on": _equalities(rule), "hashed": types, **held_entry, **expiry_entry})
@@ -162,7 +163,7 @@ def _equalities(rule: Rule) -> list[tuple[str, str]]:
 
 
 def is_hashed_as_ever(kinds: Sequence[DataType]) -> bool:
-    """Whether the hashes of such keys are those of the versions that kept no ``join_text``."""
+    """Whether the hashes of these keys are the same as in the versions that kept no ``join_text``."""
     return not any(_is_collated(kind) or _has_number_in_array(kind) for kind in kinds)
 
 

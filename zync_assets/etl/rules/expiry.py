@@ -90,7 +90,7 @@ def with_causes(frame: DataFrame, records: RuleRecords, emission: Emission) -> D
 
 
 def micros(rule: Rule) -> int:
-    """How long a record of the rule waits."""
+    """The time in microseconds that a record of the rule waits."""
     return rule.expiry.after_ms * 1000 if rule.expiry is not None else 0
 
 

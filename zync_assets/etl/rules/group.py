@@ -49,7 +49,7 @@ class GroupKind(Kind):
         # Pending records of a topic without a schema must be looked at again when it has one.
         whole = len(inputs) == len(rule.sides)
         join = join_text(rule, kinds) if whole else None
-        # Of the inputs, whose schemas are known without asking.
+        # The frames of the inputs have known schemas, so that Spark is not asked.
         types = argument_types(rule, inputs) if whole else {}
         return RuleRecords(rule, index, keyed_frames, kinds, join, original=False, inputs=inputs, arguments=types)
 
@@ -413,7 +413,7 @@ def _updated(item: Aggregate, at: int) -> str:
         return f"CASE WHEN {new} IS NULL THEN {old} ELSE coalesce({old}, 0) + {new} END"
     if item.function in ("min", "max"):
         return f"{'least' if item.function == 'min' else 'greatest'}({old}, {new})"
-    # A null is no condition that holds, and none that does not.
+    # A null condition counts neither as true nor as false.
     word, none = ("OR", "false") if item.function == "bool_or" else ("AND", "true")
     return f"CASE WHEN {new} IS NULL THEN {old} ELSE coalesce({old}, {none}) {word} {new} END"
 

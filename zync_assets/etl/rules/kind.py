@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType
 
 LACKING = "lacking"
-"""The column with the fields that an output leaves out since its input's own schema lacks them; where a rule can have some."""
+"""The column with the fields that an output leaves out because its input's own schema lacks them. Only some rules have such
+fields."""
 NO_ROWS = (
     *(f"CAST(NULL AS bigint) AS {name}" for name in ("row", "other_row", "joined", "exact")),
     "0 AS changes",
@@ -60,7 +61,7 @@ NO_ROWS = (
 
 
 def later_sql(key: str) -> str:
-    """Compares two structs, for ``array_sort``. ``key``: what they are sorted by, with braces for the struct."""
+    """A comparison of two structs, for ``array_sort``. ``key``: the sort key, with braces for the struct."""
     one, other = key.format("one"), key.format("other")
     return f"(one, other) -> CASE WHEN {one} < {other} THEN -1 WHEN {one} > {other} THEN 1 ELSE 0 END"
 
@@ -68,7 +69,7 @@ def later_sql(key: str) -> str:
 LATER = later_sql("{}.ord")
 TURN = "turn"
 LATER_IN_TURN = later_sql(f"struct({{0}}.ord, {{0}}.{TURN} IS NULL, {{0}}.{TURN})")
-"""Compares two results of which one may be an expiry with the place of its cause."""
+"""A comparison of two results. One of them may be an expiry with the place of its cause."""
 MISSING, SEVERAL = "missing", "several"
 """The kinds of records whose row is missing, or whose rows are several. No such batch is committed."""
 LOOKED, BLAMED, LOOK_HASH = "looked", "blamed_side", "look_hash"

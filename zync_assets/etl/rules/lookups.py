@@ -59,7 +59,7 @@ def with_lookups(records: RuleRecords, frames: Mapping[str, DataFrame], rows: Ma
 
 
 def record_keys(item: Lookup, kinds: Sequence[DataType]) -> list[str]:
-    """The values that a row must have, of a record."""
+    """The values of a record that its row must have."""
     return [f"CAST(({record}) AS {type_sql(kind)})" for (record, _), kind in zip(item.on, kinds, strict=True)]
 
 
@@ -75,7 +75,8 @@ def waiting_hash(item: Lookup, keys: Sequence[str], kinds: Sequence[DataType]) -
 
 
 def status_sql(rule: Rule, counts: Sequence[str]) -> str:
-    """What becomes of a record: ``out``, ``pending``, MISSING or SEVERAL. ``counts``: the number of rows of each look-up."""
+    """The kind of a record's result: ``out``, ``pending``, MISSING or SEVERAL. ``counts``: the number of rows of each
+    look-up."""
     cases = [f"WHEN {count} > 1 THEN '{SEVERAL}'" for count in counts]
     for word, kind in (("quarantine", MISSING), ("wait", "pending")):
         absent = [f"{count} IS NULL" for item, count in zip(rule.lookups, counts, strict=True) if item.missing == word]
@@ -125,7 +126,7 @@ def waiting_reason(rule: Rule, since: str | None, *, null: bool) -> str:
 
 
 def overdue_reason(rule: Rule) -> str:
-    """Why a record goes into quarantine whose wait is over."""
+    """The reason for the quarantine of a record whose wait is over."""
     lookups = [item for item in rule.lookups if item.missing == "wait"]
     return " or ".join(
         f"lookup {item.alias}: no row with {item.condition} came in {item.table.topic} within {item.wait_ms // 1000} s"

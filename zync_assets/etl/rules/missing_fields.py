@@ -28,7 +28,7 @@ from zync_assets.pipeline_file.expressions import columns, parse
 
 _log = logging.getLogger(__name__)
 _said: set[tuple[str, str, str]] = set()
-"""Pipeline, topic and field of the warnings that this process gave: each is one for as long as it runs."""
+"""Pipeline, topic and field of the warnings that this process gave. A process gives each warning once."""
 
 _NOTHING: tuple[Shape, ...] = ("NULL", "(NULL)", {})
 """The result for a shape with nothing but missing fields."""
@@ -237,7 +237,7 @@ def _array_of(variable: exp.Identifier) -> exp.Expr | None:
 
 
 def _place(name: _Name, sides: Sides) -> tuple[str, Path] | None:
-    """The topic and the path of a name; None for what is no field of a key or a value."""
+    """The topic and the path of a name; None if the name is no field of a key or a value."""
     names = name.names if "" in sides else name.names[1:]
     topic = sides.get("" if "" in sides else name.names[0].lower())
     return None if topic is None or not names or names[0].lower() not in ("key", "value") else (topic, names)
@@ -268,7 +268,7 @@ def _field(kind: pa.DataType, name: str) -> pa.Field | None:
 
 
 def _expecting(pipeline: Pipeline, item: Input, state: RawState, paths: Sequence[Path]) -> RawState:
-    """The table with those of some missing fields that the newest schema has. An input's shape makes other columns."""
+    """The table, with the missing fields that the newest schema has. An input's shape makes other columns."""
     schema = state.schema
     if item.shape is None:
         ids = {
@@ -393,7 +393,7 @@ def _edited_sql(sql: str, sides: Sides, schemas: Mapping[str, pa.Schema]) -> str
 
 
 def _edited_shape(shape: Shape, sides: Sides, schemas: Mapping[str, pa.Schema]) -> Shape:
-    """The shape with edited expressions, without the fields that became nothing."""
+    """The shape with edited expressions. A field whose expression is only a missing field is left out."""
     if isinstance(shape, str) or shape is None:
         return None if shape is None else _edited_sql(shape, sides, schemas)
     parts = {name: _edited_shape(part, sides, schemas) for name, part in shape.items()}

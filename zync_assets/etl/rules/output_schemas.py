@@ -38,7 +38,7 @@ from zync_assets.spark.sql import name_sql, path_sql, text_sql
 
 FieldPath: TypeAlias = tuple[str, ...]
 Notes: TypeAlias = Mapping[FieldPath, "Note | None"]
-"""By path; None: the field is null in all records, and has no say."""
+"""Path of a field → its note. None: the field is null in all records, and decides nothing."""
 
 _NAME = re.compile(r"\s*(?:`((?:[^`]|``)+)`|([A-Za-z0-9_]+))\s*(\.|$)")
 _NULL = re.compile(r"\s*(?:NULL|CAST\s*\(\s*NULL\s+AS\b.*\))\s*", re.IGNORECASE | re.DOTALL)
@@ -98,7 +98,7 @@ def _lacking(shape: Shape, sides: Mapping[str, pa.Schema], path: FieldPath) -> I
         side = name_sql(_names(shape)[0])
         number = f"{side}.kafka.{columns[0].name}_schema_id"
         path_name = ".".join([side, *(name_sql(column.name) for column in columns)])
-        # A field of a struct that is missing is missing too.
+        # A missing struct has no fields: they are missing too.
         ids = {number for column in columns for number in lacking(column)} if len(path) > 1 else set[int]()
         if ids:
             yield _unless(number, ids, path_name, path)

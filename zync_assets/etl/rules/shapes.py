@@ -54,7 +54,7 @@ def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: st
 
 
 def _field_error(error: PySparkException) -> str | None:
-    """The text for a field of what has no fields; None for another error."""
+    """The text for an error about a field of a value without fields; None for another error."""
     parameters = error.getMessageParameters() or {}
     if error.getCondition() != "INVALID_EXTRACT_BASE_FIELD_TYPE" or not parameters.keys() >= {"base", "other"}:
         return None
@@ -182,7 +182,7 @@ def unify(parts: Iterable[tuple[str, DataType]], topic: str, side: str, table: D
 
 
 def _claim(kind: DataType, path: str, owners: dict[str, str], who: str) -> None:
-    """Note who was the first to give each field a type."""
+    """Note the first rule that gives each field a type."""
     from pyspark.sql.types import NullType, StructType
 
     if not isinstance(kind, NullType):
@@ -195,7 +195,8 @@ def _claim(kind: DataType, path: str, owners: dict[str, str], who: str) -> None:
 def _unify(
     have: DataType, added: DataType, path: str, first: Mapping[str, str], second: Mapping[str, str], *, wide: bool
 ) -> DataType:
-    """``first`` and ``second`` say by path who gives a field its type; ``wide``: two types may become a wider one."""
+    """``first`` and ``second``: path → the rule, or the pool, that gives the field its type. ``wide``: two types may become a
+    wider one."""
     from pyspark.sql.types import NullType, StructField, StructType
 
     if isinstance(have, NullType):

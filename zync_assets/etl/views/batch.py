@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 
 def check_definitions(pipeline: Pipeline, pool: str, head: Head) -> None:
-    """EtlError if the account's state is not that of the pipeline file's views."""
+    """EtlError if the state in the account has other definitions than the views of the pipeline file."""
     rules = pipeline.rules_of(pool)
     changed_names = [rule.name for rule in rules if rule.view is not None and has_changed(head.views, rule, rules)]
     if changed_names:
@@ -116,10 +116,10 @@ class ViewBatch:
 
 @dataclass(frozen=True)
 class Stage:
-    """What the views of a batch are made from.
+    """The data for the views of a batch.
 
-    ``frames``: input topic → the records of the batch, for all inputs with a raw table; ``ranges``: input topic → the offsets of
-    these records; ``types``: output topic → its type; ``known``: the records with a known failure; ``small``: see
+    ``frames``: input topic → the records of the batch, for all inputs with a raw table; ``ranges``: input topic → the offsets
+    of these records; ``types``: output topic → its type; ``known``: the records that are known to fail; ``small``: see
     ``Transform``. ``raw``: input topic → its raw table. ``rebuild``: see ``EtlPlan``.
     """
 

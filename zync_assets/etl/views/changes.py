@@ -264,7 +264,7 @@ def _with_old(latest: DataFrame) -> DataFrame:
 
 
 def latest_rows(records: TableRecords, placeholder: str | None) -> DataFrame:
-    """The row of each key after all records: key, row (null: deleted)."""
+    """The last row of each key: key, row (null: deleted)."""
     return _latest(records.kind, records, placeholder).select("key", "row")
 
 

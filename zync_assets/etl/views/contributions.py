@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, order=True)
 class Contribution:
-    """A row of a table, by the record that has it."""
+    """A row of a table, with the record that holds the row."""
 
     alias: str
     topic: str

@@ -44,7 +44,7 @@ def differences(query: Query, results: DataFrame, key_type: DataType, *, all_new
     # A value that is null is a tombstone: the result has no such row.
     results = results.where(f"{VALUE} IS NOT NULL OR {COPIES} > 1")
     if all_new and query.groups and not has_choice:
-        # A row for each key.
+        # Each key has one row.
         return results.selectExpr(f"{_checked(query, key_type, COPIES, TEXTS)} AS {KEY}", VALUE, HEADERS, ORD, CAUSE)
     row = f"struct({VALUE}, {HEADERS})"
 
@@ -106,7 +106,7 @@ def _plain_zeros(sql: str, kind: DataType) -> str:
 
 def outputs(query: Query, index: int, differing_rows: DataFrame, target: OutputColumns, columns: Columns) -> DataFrame:
     """The differences as result rows. ``index``: the rule's."""
-    # The columns hold what the rule makes: the rule's shapes are their names.
+    # The columns hold the values of the rule: the columns' names are the rule's shapes.
     rule = replace(query.rule, key=KEY, value=VALUE, headers=HEADERS if target.headers else None, keep=None)
     if query.rule.headers is None:
         rule = replace(rule, headers=None)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType
 
 MOST_VALUES = 20_000
-"""Values whose ranges are fetched, so that Spark skips parts of files."""
+"""The most values whose ranges are fetched. With the ranges, Spark skips parts of files."""
 
 
 def row_frames(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState | None) -> dict[str, DataFrame]:

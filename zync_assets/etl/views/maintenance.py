@@ -56,9 +56,9 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType
 
 FEW = 200_000
-"""Touched keys up to which the rows of each table are looked up by values. More are found by plain joins."""
+"""The most touched keys for which the rows of each table are looked up by values. Plain joins find the rows of more keys."""
 MOST_VALUES = 20_000
-"""Values that are fetched and listed, so that Spark skips parts of files."""
+"""The most values that are fetched and listed, so that Spark skips parts of files."""
 
 
 @dataclass(frozen=True)

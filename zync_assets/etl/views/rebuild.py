@@ -77,10 +77,8 @@ def _quarantined_records(state: StagingState, topic: str) -> Failures:
 def state_counts(
     spark: SparkSession, state: StagingState, raw: RawState, table: Table, placeholder: str | None
 ) -> Counts:
-    """The live rows in a table's state, and the keys whose row is another one in the raw pool.
-
-    ``placeholder``: see ``Pipeline.unavailable_value``. EtlError if retention removed records that the state was made from.
-    """
+    """The number of live rows in a table's state, and of the keys with another row in the raw pool. ``placeholder``: see
+    ``Pipeline.unavailable_value``. EtlError if retention removed records that the state was made from."""
     from pyspark.sql import functions as F
 
     frame = raw_rows(spark, state, raw, table)

@@ -128,7 +128,7 @@ class StateReader:
     spark: SparkSession = field(repr=False)
     uri: str
     _frames: dict[tuple[str, ...], DataFrame] = field(default_factory=dict, repr=False, compare=False)
-    """Of some files: Spark lists the files of each new frame."""
+    """Files → their frame, because Spark lists the files of each new frame."""
 
     def rows(self, kind: TableType, files: Sequence[DataFile], places: Places | None = None) -> DataFrame:
         """The rows of some files: ``key``, ``row``, ``version``. ``places``: of the wanted keys; a few others may be there."""
@@ -149,7 +149,7 @@ class StateReader:
 
 
 FEW_RECORDS, FEW_BYTES = 400_000, 8 << 20
-"""Rows that each task of a large batch may have whole, and their bytes in files."""
+"""The most rows that each task of a large batch may have as a whole, and the most bytes of their files."""
 
 
 def is_few(files: Sequence[DataFile]) -> bool:
@@ -223,11 +223,12 @@ def _bounds(about: pq.FileMetaData, name: str) -> Range:
 
 
 TASK_RECORDS = 250_000
-"""Records of a task, about."""
+"""The approximate number of records of a task."""
 _GATHERED = 50_000
-"""Records that are looked at together."""
+"""The number of records that a task handles together."""
 SAMPLE = 4_000
-"""One record of so many, by a hash of its place in the topic, tells where the slices of a large batch begin."""
+"""A sample holds about one in this many records, by a hash of the record's place in the topic. The sample shows where the
+slices of a large batch begin."""
 
 
 def slice_bounds(sample: Sequence[SlicePlace], count: int) -> list[SlicePlace]:

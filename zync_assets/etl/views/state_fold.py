@@ -48,7 +48,7 @@ RUNS = 4
 """The number of runs of similar size that a fold needs. A run is all files of one write, with the files of replaced versions.
 No key has a version in two files of a run. A batch of many new rows writes many files, and all of them are one run."""
 FILE_RECORDS = 1_000_000
-"""Records of a folded file, about."""
+"""The approximate number of records of a folded file."""
 TASK_RECORDS, TASK_BYTES = 200_000, 8 << 20
 """The most records of a fold that a task has in memory, and the most bytes of its files."""
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 GROUP_RECORDS = 2_000
 """Entries of a row group."""
 FILE_RECORDS = 1_000_000
-"""Entries of a file, about."""
+"""The approximate number of entries of a file."""
 SHARE = 4
 """A look-up uses the index if it reads at most one in SHARE of the entries, and at most one in SHARE of the rows. For more
 rows, Spark reads the column of all rows, which takes as long."""

@@ -66,12 +66,13 @@ records of the key in the batch of the version."""
 
 
 REMOVED = "removed"
-"""Begins the entry of a view that the pipeline file has no more."""
+"""The prefix of the entry of a view that the pipeline file no longer has."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of views. ``name``: of its state; ``topic``: of its input; the rest: see ``pipeline.ViewTable``."""
+    """A table of views. ``name``: the name of its state; ``topic``: its input topic. The other fields are those of
+    ``pipeline.ViewTable``."""
 
     name: str
     topic: str
@@ -139,7 +140,7 @@ def tables_of(rules: Iterable[Rule]) -> dict[str, Table]:
 
 
 def definition_of(rule: Rule) -> str:
-    """The definition of a view as JSON: all that its result depends on."""
+    """The definition of a view as JSON: everything that its result depends on."""
     assert rule.view is not None
     return rule.view.definition or lake_definition(rule)
 
@@ -198,11 +199,9 @@ def _is_known(table: Table, state: StagingState) -> bool:
 
 
 def removed_views(views: Mapping[str, str], results: Mapping[str, str], rules: Iterable[Rule]) -> dict[str, str]:
-    """The entries of views that the pipeline file has no more, and whose results are not maintained.
-
-    An entry keeps the view's output topic until another view has the topic. ``views``: the entries before; ``results``: those of
-    the views that have a result now.
-    """
+    """The entries of views that the pipeline file no longer has, and whose results are not maintained. An entry keeps the
+    view's output topic until another view has the topic. ``views``: the entries before; ``results``: the entries of the views
+    that have a result now."""
     names, outputs = {rule.name for rule in rules}, set(map(_output_of, results.values()))
     removed_outputs = {name: _output_of(text) for name, text in views.items() if name not in names}
     return {
