@@ -114,7 +114,7 @@ def _advance(uri: str) -> DeltaTable | None:
 
 
 def _pass_on(table: LakeTable) -> None:
-    """Let the next opening of a table have the object that a commit was made on."""
+    """Keep the object that a commit was made on, for the next opening of the table."""
     latest = _newest.get(table.uri)
     if latest is not None and latest[0] is table:
         _handovers[table.uri] = table.give_away(), latest[1]
@@ -148,7 +148,7 @@ def _check_absence(uri: str) -> None:
 
 
 def forget(uri: str) -> None:
-    """A place whose tables are deleted on purpose."""
+    """Forget the versions of the tables at a place. The caller deletes the tables on purpose."""
     for place in [place for place in _versions if place == uri or place.startswith(f"{uri}/")]:
         del _versions[place]
         _newest.pop(place, None)
@@ -156,7 +156,7 @@ def forget(uri: str) -> None:
 
 
 def remove_table(uri: str) -> None:
-    """Remove a table of which nothing is needed any more."""
+    """Remove a table that nobody needs any more."""
     storage.remove_folder(uri)
     forget(uri)
 
@@ -171,7 +171,7 @@ def forget_versions() -> None:
 
 
 def _check_writable(table: LakeTable) -> None:
-    """Refuse to write where the table asks for more than is done here (Delta protocol, "Requirements for Writers")."""
+    """Raises an error for a table that asks a writer for more than zync does (Delta protocol, "Requirements for Writers")."""
     for name, value in sorted(table.metadata.configuration.items()):
         if name.startswith(_FORBIDDEN) and value.lower() not in _FORBIDDEN_OFF:
             raise TableUnsupported(
@@ -323,7 +323,8 @@ def _lake_error(uri: str, error: Exception, problem: str, cure: str = "") -> Lak
 
 
 def _check_refusal(table: LakeTable, newest: LakeTable | None, error: Exception) -> None:
-    """TableUnsupported where a commit failed and nobody was first: the table asks for a feature that delta-rs can't write."""
+    """TableUnsupported if a commit failed and no other commit came first: the table asks for a feature that delta-rs can't
+    write."""
     if isinstance(error, CommitFailedError) and newest is not None and newest.version == table.version:
         raise TableUnsupported(
             f"table {table.uri} could not be written, and nothing was committed: {stores.first_line(error)}. {_WITHOUT}"
@@ -331,8 +332,8 @@ def _check_refusal(table: LakeTable, newest: LakeTable | None, error: Exception)
 
 
 def _check_log(table: LakeTable, newest: LakeTable | None, error: Exception) -> None:
-    """CommitConflict where a commit failed since a clean-up removed log entries that delta-rs looks for conflicts in: the
-    entry of the version that the commit is based on, and all later ones."""
+    """CommitConflict if a commit failed because a clean-up removed log entries. delta-rs looks for conflicts in the entry of
+    the version that the commit is based on, and in all later entries."""
     if newest is None or newest.version == table.version:
         return
     if not log.are_whole(table.uri, table.version, newest.version):
