@@ -606,7 +606,7 @@ def test_a_lake_that_is_away_for_a_while_is_said_and_nothing_is_begun_anew(rig: 
         assert gone.skip_reason is not None
         told = gone.skip_reason.skip_message or ""
         assert f"{rig.payments}: table {lake}/Raw/{rig.payments} existed before, and is missing now" in told
-        assert "or is not mounted. Put it back" in told
+        assert "or is not mounted. Put the folder back" in told
     lake.rmdir()
     away.rename(lake)
     assert jobs(ticks()) == sorted([rig.names.ingest_job(rig.payments), rig.names.staging_job("Staging")])
