@@ -287,7 +287,7 @@ def test_the_lazy_batch_has_what_the_table_gets(make: Make, spark: SparkSession)
 def test_left_out_offsets_become_ranges_without_a_gap() -> None:
     gaps = _Gaps()
     batches = [gaps.add(places(*offsets)) for offsets in ([3, 4], [], [5, 7], [9])]
-    found = [*batches, gaps.rest()]
+    found = [*batches, gaps.last_range()]
     spans = [(each["kafka"]["offset"], each["end"]) for batch in found for each in batch.to_pylist()]
     assert spans == [(3, 6), (7, 8), (9, 10)]
     assert all(each["kafka"]["headers"] is None for batch in found for each in batch.to_pylist())
