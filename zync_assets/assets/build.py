@@ -11,9 +11,9 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 from dagster import (
@@ -184,7 +184,7 @@ def build_definitions(
     A topic that several pipelines of a process read is one asset, with the labels of the pipeline that was built first.
 
     SetupError if another pipeline file of the process has the pipeline's name, one of its tables or one of its asset keys.
-    SetupError if ``groups`` names no group of the pipeline.
+    SetupError if ``groups`` names no group of the pipeline, and for an argument of another type.
 
         >>> from pathlib import Path
         >>> from dagster import Definitions, asset
@@ -199,6 +199,18 @@ def build_definitions(
         >>> [job.name for job in shop.jobs]
         ['ingest_orders_of_shop', 'check_shop']
     """
+    _check_arguments(
+        {
+            "kafka": kafka,
+            "registry": registry,
+            "resources": resources,
+            "sensor_running": sensor_running,
+            "key_prefix": key_prefix,
+            "owners": owners,
+            "groups": groups,
+            "tags": tags,
+        }
+    )
     pipeline = pipeline if isinstance(pipeline, Pipeline) else load_pipeline(pipeline)
     names = Names(with_connections(pipeline, kafka, registry), tuple(_parts(key_prefix)))
     labels = AssetLabels(
@@ -227,6 +239,35 @@ def build_definitions(
             sensors=[build_sensor(names, jobs, running=sensor_running)],
             resources={**all_resources, **{key: item for topic in topics for key, item in topic.resources.items()}},
         )
+
+
+def _check_arguments(arguments: Mapping[str, object]) -> None:
+    """SetupError for an argument of ``build_definitions`` of another type. The error shows no value: it may be a secret."""
+    for name, (is_right, form) in _FORMS.items():
+        value = arguments[name]
+        if not is_right(value):
+            raise SetupError(f"build_definitions: {name} must be {form}, not {type(value).__name__}.")
+
+
+def _are_texts(value: object) -> bool:
+    """Whether a value is a list or a tuple of texts, none of which is empty."""
+    if not isinstance(value, list | tuple):
+        return False
+    texts = cast("Sequence[object]", value)
+    return all(isinstance(text, str) and text for text in texts)
+
+
+_FORMS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    "kafka": (lambda value: value is None or isinstance(value, KafkaResource), "a KafkaResource"),
+    "registry": (lambda value: value is None or isinstance(value, RegistryResource), "a RegistryResource"),
+    "resources": (lambda value: isinstance(value, Mapping), "a mapping of names to resources"),
+    "sensor_running": (lambda value: isinstance(value, bool), "True or False"),
+    "key_prefix": (lambda value: isinstance(value, str) or _are_texts(value), "text, or a list of texts"),
+    "owners": (lambda value: value is None or _are_texts(value), 'a list of texts, such as ["team:sales"]'),
+    "groups": (lambda value: isinstance(value, str | Mapping), "text, or a mapping of groups"),
+    "tags": (lambda value: isinstance(value, Mapping), "a mapping of texts"),
+}
+"""Argument of ``build_definitions`` → whether a value is one, and its form in words."""
 
 
 def _parts(key_prefix: str | Sequence[str]) -> Sequence[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dagster import (
@@ -21,7 +22,15 @@ from dagster import (
     multiprocess_executor,
 )
 
-from zync_assets import PipelineFileError, SetupError, ZyncPipelineComponent, build_definitions, load_pipeline
+from zync_assets import (
+    KafkaResource,
+    PipelineFileError,
+    RegistryResource,
+    SetupError,
+    ZyncPipelineComponent,
+    build_definitions,
+    load_pipeline,
+)
 from zync_assets.assets.names import Names
 from zync_assets.assets.runs import ActiveRuns
 from zync_assets.pipeline import Pipeline
@@ -266,3 +275,26 @@ def test_a_pipeline_may_be_the_path_of_its_file(tmp_path: Path, topic: str, monk
     assert keys(component.build_defs(ComponentTree.for_test().load_context)) == made
     with pytest.raises(PipelineFileError, match=r"b\.yaml: does not exist"):
         build_definitions("b.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "form"),
+    [
+        ("kafka", RegistryResource(url="http://registry"), "a KafkaResource, not RegistryResource"),
+        ("kafka", "broker:9092", "a KafkaResource, not str"),
+        ("registry", KafkaResource(bootstrap_servers="broker:9092"), "a RegistryResource, not KafkaResource"),
+        ("resources", [], "a mapping of names to resources, not list"),
+        ("sensor_running", "yes", "True or False, not str"),
+        ("key_prefix", 5, "text, or a list of texts, not int"),
+        ("key_prefix", ["eu", ""], "text, or a list of texts, not list"),
+        ("owners", "team:sales", r'a list of texts, such as \["team:sales"\], not str'),
+        ("groups", ["sales"], "text, or a mapping of groups, not list"),
+        ("tags", ["sales"], "a mapping of texts, not list"),
+    ],
+)
+def test_an_argument_of_another_type_is_named_with_its_form(
+    tmp_path: Path, topic: str, name: str, value: object, form: str
+) -> None:
+    arguments: dict[str, Any] = {name: value}
+    with pytest.raises(SetupError, match=rf"^build_definitions: {name} must be {form}\.$"):
+        build_definitions(pipeline(tmp_path, "a", topic), **arguments)
