@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 import errno
 import gc
 import importlib
@@ -66,6 +67,11 @@ COMMANDS: Mapping[str, Lazy] = {
 }
 
 
+def _command(name: str) -> click.Command:
+    module, _, attribute = COMMANDS[name].target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 class LazyGroup(click.Group):
     """A group that knows its commands by name, and says an error of ours in one line."""
 
@@ -73,11 +79,16 @@ class LazyGroup(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        entry = COMMANDS.get(cmd_name)
-        if entry is None:
-            return None
-        module, _, attribute = entry.target.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return _command(cmd_name) if cmd_name in COMMANDS else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            near = difflib.get_close_matches(name, COMMANDS, 1)
+            ctx.fail(f"No such command '{name}'." + (f" Did you mean '{near[0]}'?" if near else ""))
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -107,8 +118,18 @@ class LazyGroup(click.Group):
             ctx.exit(INTERRUPT_CODE)
 
 
+def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """Run ``zync version``, as users of other commands expect of ``--version``."""
+    if wanted and not ctx.resilient_parsing:
+        ctx.invoke(_command("version"))
+        ctx.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("-v", "--verbose", count=True, help="Log to stderr what is done; twice for more.")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="As the command version."
+)
 def main(verbose: int) -> None:
     """Topics in, denormalised topics out: Kafka through a Delta lake and back, exactly once."""
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]

@@ -69,3 +69,13 @@ def test_an_unknown_command_is_a_usage_error() -> None:
 
     assert result.exit_code == 2
     assert "no-such-command" in result.stderr
+
+
+def test_a_misspelt_command_is_answered_with_the_command() -> None:
+    result = CliRunner().invoke(main, ["vaildate", "shop.yaml"])
+    assert result.exit_code == 2
+    assert result.stderr.endswith("Error: No such command 'vaildate'. Did you mean 'validate'?\n")
+
+
+def test_the_option_version_is_the_command() -> None:
+    assert CliRunner().invoke(main, ["--version"]).stdout == CliRunner().invoke(main, ["version"]).stdout != ""
