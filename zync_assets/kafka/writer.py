@@ -36,8 +36,7 @@ CHUNK_RECORDS = 10_000
 CHUNK_BYTES = 4 << 20
 QUEUE_RECORDS = 100_000
 QUEUE_BYTES = 64 << 20
-"""Records go to the producer in chunks. No chunk follows while more than QUEUE_RECORDS records, or QUEUE_BYTES bytes, await
-their delivery report."""
+"""Records go to the producer in chunks, while at most QUEUE_RECORDS records and QUEUE_BYTES bytes await a report."""
 
 BATCH_OVERHEAD = 61
 """Bytes of a record batch before its records (message format v2)."""
@@ -99,12 +98,12 @@ class SharedProducer:
     """
 
     def __init__(self, kafka: Mapping[str, str], topic: str) -> None:
-        limits = record_limits(kafka, topic)
-        self.limit, self.needs_key = limits.size, limits.needs_key
+        self.limits = record_limits(kafka, topic)
         self.writers: dict[int, InOrder] = {}
         """By partition. Each writer adds itself."""
+        limit = self.limits.size
         # librdkafka takes 1000 bytes at least.
-        sizes = {"message.max.bytes": max(self.limit, 1000), "batch.size": max(min(self.limit, 1_000_000), 1)}
+        sizes = {"message.max.bytes": max(limit, 1000), "batch.size": max(min(limit, 1_000_000), 1)}
         self.connection = Connection(kafka, {**PROMISES, **sizes})
         try:
             self._handover = Handover(self.connection.properties, topic)
@@ -243,7 +242,7 @@ class InOrder:
         """RecordTooLarge if any of the records that are to be written next is larger than the topic takes."""
         first = self.sent
         for batch in batches:
-            _check_sizes(batch, self._topic, self._partition, first, self._producer.limit)
+            _check_sizes(batch, self._topic, self._partition, first, self._producer.limits.size)
             first += len(batch)
 
     def write(self, batch: pa.RecordBatch) -> None:

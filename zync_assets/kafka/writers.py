@@ -86,7 +86,7 @@ class Writers:
         for partition, window in windows.items():
             writer = self._writers[partition]
             writer.check_sizes(window)
-            if self._producer.needs_key:
+            if self._producer.limits.needs_key:
                 keys = pa.chunked_array([batch.column("key") for batch in window], pa.binary())
                 if keys.null_count:
                     raise key_error(self._topic, partition, writer.sent + pc.index(pc.is_null(keys), True).as_py())

@@ -82,9 +82,7 @@ def log_cure(uri: str) -> str:
     if place == ["~published"]:
         return "Remove the folder of this table: publishing then compares the topics with staging again, and goes on."
     if place == ["~checked"]:
-        return (
-            "Remove the folder of this table, which holds results of checks alone, and let zync check find them again."
-        )
+        return "Remove the folder of this table, which holds results of checks alone. Then run the checks again."
     return "Restore its files from a copy."
 
 
