@@ -41,10 +41,7 @@ def test_topics_share_commits_though_another_process_commits_meanwhile(tmp_path:
     for topic in topics:
         announce(lake, open_publish_state(lake, "Staging", topic), 1)
     before = {topic: open_publish_state(lake, "Staging", topic) for topic in topics}
-    other = "from zync_assets.lake.publication import *; import sys; lake = sys.argv[1]"
-    other += "; before = open_publish_state(lake, 'Staging', 'topic0')"
-    other += "; commit_publish_state(lake, 'Staging', before, window=2, verified_end=0, topic_id='id')"
-    subprocess.run([sys.executable, "-c", other, lake], check=True)
+    commit_in_another_process(lake)
     start = Barrier(len(topics))
     errors: list[str] = []
 
@@ -75,16 +72,13 @@ def test_a_log_that_cannot_be_read_never_looks_like_a_commit(
 ) -> None:
     """Four topics wait while another commit changes the table. The process can't read this commit.
 
-    With a fault that it knows, it commits each topic alone. With another fault, each topic has a commit or an error.
+    After an error of the lake, the process commits each topic alone. After another error, each topic has a commit or an error.
     """
     lake, topics = str(tmp_path), [f"topic{number}" for number in range(5)]
     for topic in topics:
         announce(lake, open_publish_state(lake, "Staging", topic), 1)
     before = {topic: open_publish_state(lake, "Staging", topic) for topic in topics}
-    other = "from zync_assets.lake.publication import *; import sys; lake = sys.argv[1]"
-    other += "; before = open_publish_state(lake, 'Staging', 'topic0')"
-    other += "; commit_publish_state(lake, 'Staging', before, window=2, verified_end=0, topic_id='id')"
-    subprocess.run([sys.executable, "-c", other, lake], check=True)
+    commit_in_another_process(lake)
 
     def torn(*_: object) -> None:
         raise fault
@@ -105,6 +99,14 @@ def test_a_log_that_cannot_be_read_never_looks_like_a_commit(
     windows = {topic: open_publish_state(lake, "Staging", topic).window for topic in topics[1:]}
     assert windows == {topic: 1 if topic in failed else 3 for topic in topics[1:]}
     assert not (failed and is_known)
+
+
+def commit_in_another_process(lake: str) -> None:
+    """Announce the records of topic0 up to offset 2."""
+    program = "from zync_assets.lake.publication import *; import sys; lake = sys.argv[1]"
+    program += "; before = open_publish_state(lake, 'Staging', 'topic0')"
+    program += "; commit_publish_state(lake, 'Staging', before, window=2, verified_end=0, topic_id='id')"
+    subprocess.run([sys.executable, "-c", program, lake], check=True)
 
 
 def announce(lake: str, before: PublishState, window: int) -> None:
