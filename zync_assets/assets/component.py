@@ -30,7 +30,7 @@ lake: ${{ZYNC_LAKE:-~/.zync/lakes}}/{name}
 inputs:
   - {{topic: orders, pool: Raw, format: json}}
 """
-"""The pipeline file that ``dg scaffold defs`` makes: it ingests one topic. ``name``: the pipeline's, for a lake of its own."""
+"""``dg scaffold defs`` writes this pipeline file. It ingests one topic. ``name``: the pipeline's, for a lake of its own."""
 
 
 class ZyncPipelineScaffolder(Scaffolder):

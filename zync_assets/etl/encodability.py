@@ -26,7 +26,7 @@ from zync_assets.etl.account import Labels
 from zync_assets.etl.failures import Failure, Place
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.rules.output_schemas import parse_group
-from zync_assets.kafka.topics import RecordLimits, has_compaction, known_limits, new_topic_config, topic_states
+from zync_assets.kafka.topics import RecordLimits, known_limits, new_topic_config, topic_states
 from zync_assets.lake import staging
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.publish.encoding import RowSchema, encoder_of, payloads, row_schema, without_fields
@@ -185,7 +185,7 @@ LARGE = 1_000_000
 a lower limit that neither Kafka's answer nor ``create`` shows. Publish then finds a record over the limit before it
 announces the record's window. A higher ``max.message.bytes`` lets the record pass."""
 
-_MAX_BYTES, _POLICY = "max.message.bytes", "cleanup.policy"
+_MAX_BYTES = "max.message.bytes"
 _AROUND = 100
 """An upper limit for the bytes of a record batch around the key, value and headers of its one record."""
 
@@ -325,7 +325,7 @@ def encoding_errors(
 
 
 def output_limits(pipeline: Pipeline, topics: Collection[str]) -> dict[str, RecordLimits]:
-    """Topic → the records that it takes. For a missing topic, the records that it takes once ``create`` has made it.
+    """Topic → the limits of its records. A missing topic has the limits that ``create`` will give it.
 
     Topics whose limits are unknown are left out.
     """
@@ -339,11 +339,5 @@ def output_limits(pipeline: Pipeline, topics: Collection[str]) -> dict[str, Reco
     limits_by_topic = {topic: limit for topic, limit in limits.items() if limit is not None}
     for topic, create in creates.items():
         if topic in absent or (topic not in limits_by_topic and _MAX_BYTES in create.config):
-            config, size = new_topic_config(pipeline.kafka, create.config)
-            limits_by_topic[topic] = RecordLimits(size, has_compaction(config.get(_POLICY, "")))
+            limits_by_topic[topic] = new_topic_config(pipeline.kafka, create.config)[1]
     return limits_by_topic
-
-
-def config_of(limits: RecordLimits) -> dict[str, str]:
-    """The configuration of a topic that takes the same records."""
-    return {_MAX_BYTES: str(limits.size), **({_POLICY: "compact"} if limits.needs_key else {})}

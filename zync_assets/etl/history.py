@@ -18,7 +18,7 @@ from zync_assets.conflicts import retried
 from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
 from zync_assets.etl.commit import commit_staging
-from zync_assets.etl.encodability import config_of, output_limits
+from zync_assets.etl.encodability import output_limits
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, Recomputed, plan_etl, read_raw, transform
 from zync_assets.etl.rebuild import event_rules, rebuild_events_plan
 from zync_assets.kafka.topics import RecordLimits
@@ -35,7 +35,7 @@ def scratch(pipeline: Pipeline, prefix: str, lake: str, limits: Mapping[str, Rec
 
     def output(item: Output) -> Output:
         topic_limits = (limits or {}).get(item.topic)
-        config = {} if topic_limits is None else config_of(topic_limits)
+        config = {} if topic_limits is None else topic_limits.config
         create = CreateTopic(1, 1, config)
         return replace(item, topic=prefix + item.topic, create=create, start_at="empty", partition_by=None)
 

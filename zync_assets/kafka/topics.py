@@ -48,6 +48,11 @@ class RecordLimits:
     size: int
     needs_key: bool = False
 
+    @property
+    def config(self) -> dict[str, str]:
+        """The configuration of a topic that takes the same records."""
+        return {_MAX_BYTES: str(self.size), **({_POLICY: "compact"} if self.needs_key else {})}
+
 
 @dataclass(frozen=True)
 class PartitionState:
@@ -322,10 +327,10 @@ def record_limits(kafka: Mapping[str, str], topic: str) -> RecordLimits:
 
 
 def _limits(settings: Mapping[str, Any]) -> RecordLimits:
-    return RecordLimits(int(settings[_MAX_BYTES].value), has_compaction(str(settings[_POLICY].value)))
+    return RecordLimits(int(settings[_MAX_BYTES].value), _has_compaction(str(settings[_POLICY].value)))
 
 
-def has_compaction(policy: str) -> bool:
+def _has_compaction(policy: str) -> bool:
     """Whether a ``cleanup.policy`` compacts: ``compact``, or ``compact,delete``."""
     return "compact" in policy
 
@@ -349,22 +354,22 @@ def known_limits(
     return limits
 
 
-def new_topic_config(kafka: Mapping[str, str], config: Mapping[str, str]) -> tuple[dict[str, str], int]:
-    """The configuration to create a topic with, and the ``max.message.bytes`` that the topic will have: ``config``'s, else
-    the brokers' ``message.max.bytes``.
+def new_topic_config(kafka: Mapping[str, str], config: Mapping[str, str]) -> tuple[dict[str, str], RecordLimits]:
+    """The configuration to create a topic with, and the records that the topic will take. The largest size is that of ``config``,
+    else the brokers' ``message.max.bytes``.
 
     If a right to read the brokers' configuration is missing, the topic gets Kafka's default limit as its own setting. ETL
     measures outputs by this limit before the topic exists.
     """
-    limit = config.get(_MAX_BYTES, "").strip()
+    limit, needs_key = config.get(_MAX_BYTES, "").strip(), _has_compaction(config.get(_POLICY, ""))
     if limit.isdigit():
-        return dict(config), int(limit)
+        return dict(config), RecordLimits(int(limit), needs_key)
     try:
-        return dict(config), _broker_limit(kafka)
+        return dict(config), RecordLimits(_broker_limit(kafka), needs_key)
     except BrokerUnavailable:
         raise
     except KafkaError:
-        return {**config, _MAX_BYTES: str(DEFAULT_LIMIT)}, DEFAULT_LIMIT
+        return {**config, _MAX_BYTES: str(DEFAULT_LIMIT)}, RecordLimits(DEFAULT_LIMIT, needs_key)
 
 
 def _broker_limit(kafka: Mapping[str, str]) -> int:
@@ -383,7 +388,7 @@ def _broker_limit(kafka: Mapping[str, str]) -> int:
 
 def is_compacted(kafka: Mapping[str, str], topic: str) -> bool:
     """Whether compaction may take records out of the topic's middle (``cleanup.policy``)."""
-    return has_compaction(str(_settings(kafka, topic)[_POLICY].value))
+    return _has_compaction(str(_settings(kafka, topic)[_POLICY].value))
 
 
 def refuse_broker_times(kafka: Mapping[str, str], topic: str) -> None:
