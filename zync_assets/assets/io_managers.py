@@ -362,6 +362,7 @@ class PoolIOManager(IOManager):
                     "ingested": sum(commit.records for commit in commits),
                     "quarantined": sum(commit.quarantined for commit in commits),
                     "left out": sum(commit.left_out for commit in commits),
+                    "repeats": sum(commit.repeats for commit in commits),
                     "lost offsets": sum(commit.lost_offsets for commit in commits),
                     "schema changes": "\n".join(str(change) for commit in commits for change in commit.schema_changes)
                     or "none",

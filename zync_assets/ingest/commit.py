@@ -13,7 +13,15 @@ import pyarrow as pa
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, DataLoss, KafkaError, TopicMissing
 from zync_assets.ingest import source
-from zync_assets.ingest.files import BatchFiles, RangeReading, added_fields, carry_times, write_losses, write_plain
+from zync_assets.ingest.files import (
+    BatchFiles,
+    RangeReading,
+    added_fields,
+    carry_times,
+    without_repeats,
+    write_losses,
+    write_plain,
+)
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, RawBatch, now_millis, recreation_error, task_ranges
 from zync_assets.ingest.shape import write_with_shape
 from zync_assets.ingest.source import SchemaChange
@@ -47,6 +55,8 @@ class RawCommit:
     """Records that the input's shape left out."""
     lost_offsets: int = 0
     """Offsets that retention removed before they were ingested. They are in no quarantine."""
+    repeats: int = 0
+    """Records that repeat a change, because the connector sent the change again. They are left out."""
 
 
 def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
@@ -67,8 +77,9 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         raise
     # 2. Compare the topic with the topic of the plan: another topic of the same name has other records.
     _check_identity(pipeline, plan)
-    # 3. Carry the times and orders from task to task.
+    # 3. Carry the times and orders from task to task. Leave out the changes that the connector sent again.
     files, times, orders = carry_times(reading, files)
+    files = without_repeats(reading, files, plan.state)
     lost_files = write_losses(reading, plan.losses)
     crash_point("ingest:files-written")
     # 4. Decide on new writer schemas and on bad records, as the pipeline file says.
@@ -109,8 +120,9 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         tuple(added_fields(reading.table, schema)) if plan.state else (),
         changes,
         time.monotonic() - start,
-        sum(files.left_out.values()),
+        sum(files.left_out.values()) - files.repeats,
         sum(part.end - part.first for part in plan.losses),
+        files.repeats,
     )
 
 

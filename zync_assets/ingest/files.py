@@ -24,10 +24,12 @@ from zync_assets.codecs.spark_types import arrow_type
 from zync_assets.errors import SchemaError
 from zync_assets.etl.rules import output_schemas
 from zync_assets.etl.rules.output_schemas import Notes, shape_notes
+from zync_assets.ingest.repeats import PartitionSearch, Remainder, has_positions, leave_out
 from zync_assets.ingest.source import NewSchema, TopicSource, first_schemas, notes_of, with_schemas, with_side_notes
 from zync_assets.ingest.task import TaskEnd, TopicReader, Types, write_part
-from zync_assets.lake import quarantine_table, storage, tables
+from zync_assets.lake import quarantine_table, raw, storage, tables
 from zync_assets.lake.log import DataFile, Order
+from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import LOWEST, RangeWriter, lift, loss_rows, raw_schema
 from zync_assets.lake.storage import has_longs
 from zync_assets.offsets import Mark, OffsetRange
@@ -128,9 +130,10 @@ class BatchFiles:
     ``new_schemas``: the writer schemas of the batch; ``dropped``: side files with the offset ranges that a shape excludes;
     ``left_out``: partition → number of excluded records; ``last_times``: the time of the last record of each part, in
     milliseconds since the epoch, 0 for a part without records; ``first_orders``, ``last_orders``: the orders of the first and
-    the last record of each part, None for a part without records or orders; ``domain``: the ``source.name`` of the first
-    Debezium envelope; ``notes``: side → the note of Kafka Connect's schemas for the whole key or value; ``marks``: partition →
-    its last record.
+    the last record of each part, None for a part without records or orders; ``positions``, ``goes_back``: of each part, as in
+    ``Carrier``; ``repeats``: the number of changes that the connector sent again; ``domain``: the ``source.name`` of the
+    first Debezium envelope; ``notes``: side → the note of Kafka Connect's schemas for the whole key or value; ``marks``:
+    partition → its last record.
     """
 
     files: list[DataFile]
@@ -143,9 +146,12 @@ class BatchFiles:
     last_times: Sequence[int]
     first_orders: Sequence[Order | None]
     last_orders: Sequence[Order | None]
+    positions: Sequence[Order | None]
+    goes_back: Sequence[bool]
     domain: str | None
     notes: Mapping[str, Note]
     marks: Mapping[int, Mark]
+    repeats: int = 0
 
 
 def reader_of(reading: RangeReading, rejections: Mapping[tuple[int, int], str], side_uri: str | None) -> TopicReader:
@@ -185,6 +191,8 @@ def batch_files(
         [end.read.last_time for end in ends],
         [end.first_order for end in ends],
         [end.last_order for end in ends],
+        [end.position for end in ends],
+        [end.goes_back for end in ends],
         min(domains)[1] if domains else None,
         notes,
         marks,
@@ -272,6 +280,65 @@ def carry_times(reading: RangeReading, batch: BatchFiles) -> tuple[BatchFiles, d
 
     batch = replace(batch, files=final(batch.files), bad=final(batch.bad), dropped=final(batch.dropped))
     return batch, times, orders
+
+
+def without_repeats(reading: RangeReading, batch: BatchFiles, table: RawState | None) -> BatchFiles:
+    """The files without the changes that the connector sent again. ``batch``: its orders are final; ``table``: the raw table
+    before the batch."""
+    if not has_positions(reading.item):
+        return batch
+    earlier_files: dict[int, list[DataFile]] = {}
+    for item in table.files if table else ():
+        if not raw.is_replay(item):
+            earlier_files.setdefault(item.partition or 0, []).append(item)
+    end_marks = _marks_of_left_out(table, earlier_files)
+    before, partitions = dict(reading.orders or {}), set(end_marks)
+    first_parts = {part.partition: part for part in sorted(reading.parts, reverse=True)}
+    ends = zip(reading.parts, batch.positions, batch.last_orders, batch.goes_back, strict=True)
+    for part, position, last_order, goes_back in sorted(ends, key=lambda end: end[0]):
+        order = before.get(part.partition, LOWEST)
+        # The task of a later part did not know the order at the end of the part before.
+        is_below = part != first_parts[part.partition] and position is not None and position <= order
+        if goes_back or is_below:
+            partitions.add(part.partition)
+        before[part.partition] = max(order, last_order or LOWEST)
+    searches = [
+        PartitionSearch(
+            reading.source,
+            partition,
+            [item for item in batch.files if item.partition == partition],
+            earlier_files.get(partition, []),
+            (reading.orders or {}).get(partition, LOWEST),
+            end_marks.get(partition),
+            reading.uri,
+            reading.side_uri,
+            reading.side_name,
+        )
+        for partition in sorted(partitions & {item.partition for item in batch.files})
+    ]
+    remainders: list[Remainder] = run_tasks(reading.spark, len(searches), lambda index: leave_out(searches[index]))
+    replacements = {path: files for part in remainders for path, files in part.files.items()}
+    for path in replacements:
+        storage.remove_file(storage.join(reading.uri, path))
+    counts = {search.partition: part.repeats for search, part in zip(searches, remainders, strict=True) if part.repeats}
+    return replace(
+        batch,
+        files=[file for item in batch.files for file in replacements.get(item.path, [item])],
+        dropped=[*batch.dropped, *(item for part in remainders for item in part.dropped)],
+        left_out={**batch.left_out, **counts},
+        repeats=sum(counts.values()),
+    )
+
+
+def _marks_of_left_out(table: RawState | None, files: Mapping[int, Sequence[DataFile]]) -> dict[int, Mark]:
+    """Partition → its last record before the batch, if the raw table left it out."""
+    return {
+        partition: mark
+        for partition, mark in (table.marks if table else {}).items()
+        if table is not None
+        and table.left_out.get(partition)
+        and mark.offset > max((item.last or 0 for item in files.get(partition, ())), default=-1)
+    }
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
@@ -20,18 +19,15 @@ from zync_assets.codecs.evolution import conform, holds
 from zync_assets.errors import ZyncError
 from zync_assets.etl.rules.output_schemas import type_notes
 from zync_assets.ingest.order import has_orders, source_name
+from zync_assets.ingest.repeats import Carrier, Gaps
 from zync_assets.ingest.source import NewSchema, TopicSource, read_chunks
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import (
     KAFKA_TYPE,
-    LOWEST,
     ORDER_TYPE,
     RangeWriter,
-    dropped_rows,
-    order_at,
     raw_schema,
-    with_orders,
 )
 from zync_assets.offsets import Mark, OffsetRange
 from zync_assets.spark.tasks import indexes
@@ -68,7 +64,8 @@ class TaskEnd:
 
     ``files``: data files with their schemas; ``dropped``: side files with the offset ranges that the shape excludes;
     ``left_out``: the number of excluded records; ``first_order``: the order of the first record; ``last_order``: the order of
-    the last record, None where no record has an order.
+    the last record, None where no record has an order; ``position``,
+    ``goes_back``: as in ``Carrier``.
     """
 
     read: ReadEnd
@@ -78,6 +75,8 @@ class TaskEnd:
     error: ZyncError | None = None
     first_order: Order | None = None
     last_order: Order | None = None
+    position: Order | None = None
+    goes_back: bool = False
 
 
 def decoded_schema(source: TopicSource) -> pa.Schema:
@@ -152,21 +151,6 @@ class TopicReader:
         return None if fits else (types["key"], types["value"])
 
 
-class Carrier:
-    """Gives the records of one part their carried orders, batch by batch. ``first``, ``last``: the orders at both ends."""
-
-    def __init__(self, orders: Mapping[int, Order] | None, partition: int) -> None:
-        """``orders``: as in ``RangeReading``. The records begin at the partition's order."""
-        self.first: Order | None = None
-        self.last = None if orders is None else orders.get(partition, LOWEST)
-
-    def carry(self, records: pa.RecordBatch) -> pa.RecordBatch:
-        records, self.last = with_orders(records, self.last)
-        if self.first is None and records.num_rows:
-            self.first = order_at(records.column(ORDER), 0) if ORDER in records.schema.names else LOWEST
-        return records
-
-
 def write_part(reader: TopicReader, index: int, uri: str) -> TaskEnd:
     """The whole task of an input without a shape: the records go from Kafka to files of the raw table as they are."""
     part, end = reader.parts[index], ReadEnd()
@@ -174,7 +158,8 @@ def write_part(reader: TopicReader, index: int, uri: str) -> TaskEnd:
     with RangeWriter(uri, part.partition) as data:
         for records in reader.records(part, end):
             data.write(orders.carry(records))
-    return TaskEnd(end, data.files, first_order=orders.first, last_order=orders.last)
+    places = orders.first, orders.last, orders.position, orders.goes_back
+    return TaskEnd(end, data.files, [], 0, None, *places)
 
 
 def _has_room(column_type: pa.DataType | None, kind: pa.DataType) -> bool:
@@ -225,7 +210,7 @@ class Writer:
     def _write(self, batches: Iterable[pa.RecordBatch], writers: ExitStack) -> TaskEnd:
         data = side = orders = None
         read, left_out = ReadEnd(), 0
-        gaps = _Gaps()
+        gaps = Gaps()
         for batch in batches:
             is_record = pc.is_null(batch.column(CONTROL))
             for text in batch.column(CONTROL).drop_null().to_pylist():
@@ -265,39 +250,3 @@ def shaped_batch(kafka: pa.Array, rows: pa.RecordBatch, schema: pa.Schema) -> pa
         else:
             columns.append(pa.nulls(rows.num_rows, item.type))
     return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-class _Gaps:
-    """The offsets of left-out records, as ranges. No range spans a missing offset, because that record may be in quarantine."""
-
-    def __init__(self) -> None:
-        self._open_range: tuple[pa.StructArray, int, int] | None = None
-
-    def add(self, kafka: pa.StructArray) -> pa.RecordBatch:
-        """The ranges that are complete by now."""
-        if not len(kafka):
-            return _no_ranges()
-        offsets = pc.struct_field(kafka, "offset").to_numpy()
-        starts = np.concatenate([[0], np.flatnonzero(np.diff(offsets) != 1) + 1])
-        ends = np.concatenate([starts[1:], [len(offsets)]]) - 1
-        firsts, lasts = offsets[starts], offsets[ends] + 1
-        places = kafka.take(pa.array(starts))
-        if self._open_range is not None:
-            place, first, end = self._open_range
-            if end == firsts[0]:
-                firsts = np.concatenate([[first], firsts[1:]])
-            else:
-                firsts, lasts = np.concatenate([[first], firsts]), np.concatenate([[end], lasts])
-                places = pa.concat_arrays([place, places])
-        self._open_range = (places.slice(len(places) - 1), int(firsts[-1]), int(lasts[-1]))
-        return dropped_rows(places.slice(0, len(places) - 1), pa.array(firsts[:-1]), pa.array(lasts[:-1]))
-
-    def last_range(self) -> pa.RecordBatch:
-        if self._open_range is None:
-            return _no_ranges()
-        place, first, end = self._open_range
-        return dropped_rows(place, pa.array([first]), pa.array([end]))
-
-
-def _no_ranges() -> pa.RecordBatch:
-    return dropped_rows(pa.array([], KAFKA_TYPE), pa.array([], pa.int64()), pa.array([], pa.int64()))

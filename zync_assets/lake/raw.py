@@ -5,7 +5,7 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:next:<partition>    the next offset to ingest
     zync:first:<partition>   the offset where the first ingest of the partition began
     zync:bad:<partition>     how many records of it were quarantined, ever
-    zync:left-out:<partition>  how many records of it an input's shape left out, ever
+    zync:left-out:<partition>  how many records of it were left out by an input's shape or as repeats, ever
     zync:began:<partition>   where the last batch that took offsets of it began
     zync:attempt:<partition> the last committed attempt at a batch that put records of it into ``quarantine_table``
     zync:records:<partition>  how many records of it were ingested, ever; replayed records do not count
@@ -87,7 +87,7 @@ class RawState:
     replays: int = 0
     """How many replays were committed."""
     left_out: Mapping[int, int] = field(default_factory=dict)
-    """Partition → records that the input's shape left out, ever."""
+    """Partition → records that were left out, ever: the input's shape excludes them, or they repeat earlier ones."""
     batch_start: Mapping[int, int] = field(default_factory=dict)
     """Partition → where its last batch began."""
     attempt: Mapping[int, int] = field(default_factory=dict)

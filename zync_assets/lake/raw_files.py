@@ -80,7 +80,7 @@ BAD_SCHEMA = pa.schema(
 LOSS, DROPPED = "lost", "dropped"
 RANGE_STAGES = (LOSS, DROPPED)
 """Entries that stand for the offsets from ``kafka.offset`` to before ``end``, ``key`` and ``value`` null: retention removed
-them before they were ingested; or the input's shape left out these records."""
+them before they were ingested; or these records are left out: the input's shape excludes them, or they repeat earlier ones."""
 
 
 def raw_schema(key: pa.DataType, value: pa.DataType) -> pa.Schema:
@@ -108,10 +108,11 @@ def loss_rows(topic: str, ranges: Iterable[OffsetRange], now: int) -> list[pa.Re
     ]
 
 
-def dropped_rows(kafka: pa.StructArray, firsts: pa.Array, ends: pa.Array) -> pa.RecordBatch:
-    """Side-table rows for records that the input's shape excludes, one row per range of consecutive records.
+def dropped_rows(kafka: pa.StructArray, firsts: pa.Array, ends: pa.Array, text: str | None) -> pa.RecordBatch:
+    """Side-table rows for records that are left out, one row per range of consecutive records.
 
-    ``kafka``: the ``kafka`` struct of one record per range, of which only place and time are kept.
+    ``kafka``: the ``kafka`` struct of one record per range, of which only place and time are kept; ``text``: why they are left
+    out, None for those that the input's shape excludes.
     """
     count = len(firsts)
     columns = dict(zip(KAFKA_TYPE.names, kafka.flatten(), strict=True))
@@ -121,7 +122,7 @@ def dropped_rows(kafka: pa.StructArray, firsts: pa.Array, ends: pa.Array) -> pa.
     nulls = pa.nulls(count, pa.binary())
     stages = pa.repeat(pa.scalar(DROPPED), count)
     return pa.RecordBatch.from_arrays(
-        [place, nulls, nulls, stages, pa.nulls(count, pa.string()), ends], schema=BAD_SCHEMA
+        [place, nulls, nulls, stages, pa.repeat(pa.scalar(text, pa.string()), count), ends], schema=BAD_SCHEMA
     )
 
 

@@ -238,7 +238,7 @@ def read_file(uri: str, columns: Sequence[str] | None = None) -> pa.Table:
         return file.read(columns=None if columns is None else list(columns))
 
 
-def read_parts(uri: str, most: int, columns: Sequence[str]) -> Iterator[pa.Table]:
+def read_parts(uri: str, most: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """As ``read_file``, ``most`` rows at a time."""
     system, path = filesystem(uri)
     with access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:

@@ -14,7 +14,7 @@ from zync_assets.checks.output_checks import run_all
 from zync_assets.errors import BadRecords, FieldMissing, SchemaError
 from zync_assets.ingest import shape
 from zync_assets.ingest.plan import plan_ingest, read_input
-from zync_assets.ingest.task import _Gaps
+from zync_assets.ingest.repeats import Gaps
 from zync_assets.lake.quarantine_table import EVERYTHING, Selection, quarantined_records
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.raw_files import KAFKA_TYPE
@@ -285,7 +285,7 @@ def test_the_lazy_batch_has_what_the_table_gets(make: Make, spark: SparkSession)
 
 
 def test_left_out_offsets_become_ranges_without_a_gap() -> None:
-    gaps = _Gaps()
+    gaps = Gaps()
     batches = [gaps.add(places(*offsets)) for offsets in ([3, 4], [], [5, 7], [9])]
     found = [*batches, gaps.last_range()]
     spans = [(each["kafka"]["offset"], each["end"]) for batch in found for each in batch.to_pylist()]
