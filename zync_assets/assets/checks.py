@@ -19,8 +19,7 @@ from dagster import (
 )
 from dagster_pyspark import LazyPySparkResource
 
-from zync_assets.assets import range_keys
-from zync_assets.assets.names import Names
+from zync_assets.assets.names import Names, on_grid, range_of
 from zync_assets.assets.reports import last_offset
 from zync_assets.assets.resources import session
 from zync_assets.audit import guard
@@ -188,7 +187,7 @@ def _row_check(names: Names, sink: Sink, table: SinkTable) -> AssetChecksDefinit
 
 def names_range(key: str | None) -> OffsetRange | None:
     """The range of an event's partition key."""
-    return range_keys.range_of(key) if key else None
+    return range_of(key) if key else None
 
 
 def reachable(names: Names, topic: str) -> AssetChecksDefinition:
@@ -261,7 +260,7 @@ def run_ranges(context: AssetCheckExecutionContext, asset: AssetKey) -> Ranges:
     None (every range) for a run that only checks.
     """
     keys = {item.partition for item in _events(context, asset) if item.partition}
-    return range_keys.on_grid(keys) or None
+    return on_grid(keys) or None
 
 
 def _events(context: AssetCheckExecutionContext, asset: AssetKey) -> Iterator[AssetMaterialization]:

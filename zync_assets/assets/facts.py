@@ -15,8 +15,7 @@ from typing import TypeVar
 
 from dagster import AssetCheckEvaluation, AssetCheckSeverity, AssetKey, DagsterError, DagsterInstance, Failure
 
-from zync_assets.assets.names import Names
-from zync_assets.assets.range_keys import clusters, on_grid, spans_between
+from zync_assets.assets.names import Names, clusters, on_grid, spans_between
 from zync_assets.audit.guard import pool_blocks, raw_blocks
 from zync_assets.checks import output_checks
 from zync_assets.checks.sink_checks import sink_subject

@@ -24,8 +24,7 @@ from dagster_pyspark import LazyPySparkResource
 from zync_assets.assets import reports
 from zync_assets.assets.facts import errors_as_failures
 from zync_assets.assets.io_managers import SINK, SINK_TABLE, STAGING_POOL
-from zync_assets.assets.names import Names, argument, raw_definition, staging_definition
-from zync_assets.assets.range_keys import run_keys
+from zync_assets.assets.names import Names, argument, raw_definition, run_keys, staging_definition
 from zync_assets.assets.resources import session
 from zync_assets.assets.views import definition_metadata
 from zync_assets.etl.plan import EtlBatch, RawSlice, transform

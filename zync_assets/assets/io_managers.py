@@ -20,9 +20,9 @@ import pyarrow as pa
 from dagster import DagsterInvariantViolationError, InputContext, IOManager, OutputContext
 from dagster_pyspark import LazyPySparkResource
 
-from zync_assets.assets import range_keys, reports, runs
+from zync_assets.assets import reports, runs
 from zync_assets.assets.facts import errors_as_failures, topic_check_on_error
-from zync_assets.assets.names import AWAITS_TAG, Names
+from zync_assets.assets.names import AWAITS_TAG, Names, run_keys
 from zync_assets.assets.resources import session
 from zync_assets.audit.guard import require_pass
 from zync_assets.checks.raw_checks import BLOCKING, raw_look
@@ -120,13 +120,13 @@ def input_ranges(context: InputContext) -> list[OffsetRange] | None:
         step = context.step_context
     except DagsterInvariantViolationError:
         # No step: a script loads one partition of the asset.
-        return range_keys.run_keys(keys, place)
+        return run_keys(keys, place)
     own_definitions = [step.partitions_def_for_output(item.name) for item in step.op_def.output_defs]
     if definition not in own_definitions and set(keys) >= set(
         definition.get_partition_keys(dynamic_partitions_store=context.instance)
     ):
         return None
-    return range_keys.run_keys(keys, place)
+    return run_keys(keys, place)
 
 
 NO_LIMIT = 1 << 60
@@ -340,7 +340,7 @@ class PoolIOManager(IOManager):
     def _ingest(self, context: OutputContext, batch: RawBatch) -> None:
         """Commit batch by batch up to the ends that the topic had when the run began: one commit has a bound, a run has
         its keys."""
-        within = normalize(range_keys.run_keys(context.asset_partition_keys, context.asset_key.to_user_string()))
+        within = normalize(run_keys(context.asset_partition_keys, context.asset_key.to_user_string()))
         topic_states = {batch.topic: batch.plan.topic_state}
         commits: list[RawCommit] = []
         while True:

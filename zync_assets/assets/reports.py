@@ -23,7 +23,7 @@ from dagster import (
     TableSchema,
 )
 
-from zync_assets.assets import range_keys
+from zync_assets.assets.names import add_keys, run_keys
 from zync_assets.assets.views import batch_metadata
 from zync_assets.errors import EtlError, LakeError, RangeUnknown
 from zync_assets.kafka.topics import TopicState, topic_states
@@ -292,7 +292,7 @@ def report_table(context: OutputContext, plan: SinkPlan, ranges: Iterable[Offset
 
 def _keys(context: OutputContext, ranges: Iterable[OffsetRange]) -> tuple[list[OffsetRange], list[OffsetRange]]:
     """The run's keys, and the other keys that ``ranges`` overlap."""
-    own_keys = range_keys.run_keys(context.asset_partition_keys, context.asset_key.to_user_string())
+    own_keys = run_keys(context.asset_partition_keys, context.asset_key.to_user_string())
     return own_keys, sorted(set(keys_over(ranges)) - set(own_keys))
 
 
@@ -305,7 +305,7 @@ def _report(
         )
     if other_extents:
         name = context.asset_partitions_def.name  # type: ignore[attr-defined]
-        range_keys.add_keys(context.step_context.instance, name, [extent.key for extent in other_extents])
+        add_keys(context.step_context.instance, name, [extent.key for extent in other_extents])
     for extent in other_extents:
         context.log_event(materialization(context.asset_key, extent, schema))
 

@@ -39,7 +39,7 @@ from dagster import (
     sensor,
 )
 
-from zync_assets.assets import range_keys, reports, runs
+from zync_assets.assets import reports, runs
 from zync_assets.assets.facts import (
     DueStep,
     Facts,
@@ -51,8 +51,7 @@ from zync_assets.assets.facts import (
     grids,
     keys_of_run,
 )
-from zync_assets.assets.names import AWAITS_TAG, KAFKA, PIPELINE_TAG, REST, STEP_TAG, Names
-from zync_assets.assets.range_keys import range_of
+from zync_assets.assets.names import AWAITS_TAG, KAFKA, PIPELINE_TAG, REST, STEP_TAG, Names, keys_of, range_of
 from zync_assets.assets.reports import Extent, last_offset, raw_extents, staging_extents, staging_schema, topic_extents
 from zync_assets.assets.runs import PROBLEMS, REACHABILITY, reachability, troubles
 from zync_assets.checks.raw_checks import BLOCKING
@@ -369,7 +368,7 @@ def definition_keys(
     """
     keys = list(instance.get_dynamic_partitions(grid.definition))
     changes: list[AddDynamicPartitionsRequest | DeleteDynamicPartitionsRequest] = []
-    old_keys, grid_keys = set(keys), list(range_keys.keys_of(grid.spans))
+    old_keys, grid_keys = set(keys), list(keys_of(grid.spans))
     other_keys = sorted(old_keys.difference(grid_keys))
     strange_keys = [
         key for key in other_keys if (part := range_of(key)) is None or part.partition not in grid.partitions
@@ -377,7 +376,7 @@ def definition_keys(
     if strange_keys and not active.holds(grid.job, grid.assets):
         changes.append(DeleteDynamicPartitionsRequest(grid.definition, strange_keys))
         keys = [key for key in keys if key not in strange_keys]
-    if new_keys := range_keys.new_keys(old_keys, grid_keys)[:MOST_KEYS]:
+    if new_keys := [key for key in grid_keys if key not in old_keys][:MOST_KEYS]:
         changes.append(AddDynamicPartitionsRequest(grid.definition, new_keys))
     return keys + new_keys, changes
 

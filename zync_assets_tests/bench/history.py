@@ -18,7 +18,7 @@ from itertools import pairwise
 from dagster import DagsterInstance
 
 from zync_assets.assets.facts import Grid
-from zync_assets.assets.range_keys import keys_of, spans_between
+from zync_assets.assets.names import keys_of, spans_between
 from zync_assets.assets.runs import ActiveRuns
 from zync_assets.assets.sensor import definition_keys
 from zync_assets.audit.guard import exactly_once_done_coverage
