@@ -17,6 +17,7 @@ from dagster import (
     AssetsDefinition,
     AssetSpec,
     BackfillPolicy,
+    MetadataValue,
     multi_asset,
 )
 from dagster_pyspark import LazyPySparkResource
@@ -26,9 +27,8 @@ from zync_assets.assets.facts import errors_as_failures
 from zync_assets.assets.io_managers import SINK, SINK_TABLE, STAGING_POOL
 from zync_assets.assets.names import Names, argument, raw_definition, run_keys, staging_definition
 from zync_assets.assets.resources import session
-from zync_assets.assets.views import definition_metadata
 from zync_assets.etl.plan import EtlBatch, RawSlice, transform
-from zync_assets.etl.rules import kind_of
+from zync_assets.etl.rules import explain_rules, kind_of
 from zync_assets.ingest.plan import RawBatch
 from zync_assets.pipeline import Output, Pipeline, Sink, SinkTable, pool_path
 from zync_assets.publish.plan import OutputBatch
@@ -305,6 +305,18 @@ def _staging_out(names: Names, labels: AssetLabels, item: Output) -> AssetOut:
         tags=labels.tags,
         metadata={
             TABLE_NAME: table_place(names.pipeline, item.pool, item.topic),
-            **definition_metadata(names.pipeline, item.topic),
+            **_rule_metadata(names.pipeline, item.topic),
         },
     )
+
+
+def _rule_metadata(pipeline: Pipeline, topic: str) -> dict[str, Any]:
+    """The SQL of the rules of an output that read tables, and their tables; nothing for an output without such a rule."""
+    rules = reports.table_rules(pipeline, topic)
+    if not rules:
+        return {}
+    names = {rule.name for rule in rules}
+    texts = [item.sql for item in explain_rules(pipeline) if item.name in names and item.kind in ("rule", "plan")]
+    sql = "\n\n".join(texts)
+    tables = dict.fromkeys(f"{table.alias}: {table.topic}" for rule in rules for table in rule.tables)
+    return {"sql": MetadataValue.md(f"```sql\n{sql}\n```"), "tables": ", ".join(tables)}

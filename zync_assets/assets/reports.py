@@ -1,13 +1,14 @@
 """Reports of runs: the metadata of each range of a run, and an event for each other range that the run reached.
 
 The metadata of a range are its offsets, rows and schema. They come from the range's extent in a raw table, in a
-staging table or in a topic. A report reads logs and footers only, without a JVM.
+staging table or in a topic. The output of a view reports its tables' state, and what a batch emitted, too. A report reads the
+log, footers, single columns and single records, without a JVM.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -24,15 +25,19 @@ from dagster import (
 )
 
 from zync_assets.assets.names import add_keys, run_keys
-from zync_assets.assets.views import batch_metadata
+from zync_assets.checks.raw_checks import raw_time
 from zync_assets.errors import EtlError, LakeError, RangeUnknown
+from zync_assets.etl.views.state import state_files
+from zync_assets.etl.views.tables import table_of
 from zync_assets.kafka.topics import TopicState, topic_states
 from zync_assets.lake import storage
 from zync_assets.lake.log import DataFile
+from zync_assets.lake.parquet_rows import rows_at
 from zync_assets.lake.raw import RawState, is_replay, raw_files
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState, key_column, value_column
 from zync_assets.offsets import OffsetRange, format_key, key_of, keys_over
+from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.sinks.plan import SinkPlan
 
 
@@ -245,7 +250,7 @@ def report_staging(snapshot: Snapshot, context: OutputContext, topic: str, range
     refuse_ahead(pool, state, own_keys)
     counts = state.head.counts if state else {}
     pending_count = sum(n for (_, _, kind), n in counts.items() if kind == PENDING)
-    context.add_output_metadata({PENDING: pending_count, **batch_metadata(snapshot, topic, parts)})
+    context.add_output_metadata({PENDING: pending_count, **_batch_metadata(snapshot, topic, parts)})
     schema = staging_schema(state, topic) if state else None
     _report(context, staging_extents(state, topic, own_keys), staging_extents(state, topic, other_keys), schema)
 
@@ -335,3 +340,75 @@ def refuse_ahead(pool: str, state: StagingState | None, keys: Iterable[OffsetRan
                 f"pool {pool}, range {format_key(key)} lies ahead of the next offset: outputs end before {end}."
                 f" Run {format_key(key_of(key.partition, end))} instead."
             )
+
+
+def table_rules(pipeline: Pipeline, topic: str) -> list[Rule]:
+    """The rules of an output that read tables."""
+    return [rule for rule in pipeline.rules if rule.out == topic and rule.tables]
+
+
+def _batch_metadata(snapshot: Snapshot, topic: str, ranges: Iterable[OffsetRange]) -> Metadata:
+    """The state of an output's tables, what a batch emitted, and the time of the last change at the source.
+
+    ``ranges``: the output offsets of the batch. ``state_bytes``: of the files, compressed.
+    """
+    pipeline = snapshot.pipeline
+    rules, state = table_rules(pipeline, topic), snapshot.staging(pipeline.output(topic).pool)
+    if not rules or state is None:
+        return {}
+    tables = {table_of(item).name: table_of(item) for rule in rules for item in rule.tables}
+    files = [state_files(state, table) for table in tables.values()]
+    upserts, tombstones = _emission_counts(state, topic, ranges)
+    metadata: Metadata = {
+        "state_rows": sum(table_files.records for table_files in files),
+        "state_bytes": sum(item.size for table_files in files for item in table_files.all),
+        "upserts": upserts,
+        "tombstones": tombstones,
+    }
+    change_time = _last_change(snapshot, state, topic)
+    if change_time is not None:
+        metadata["last_change"] = MetadataValue.timestamp(change_time)
+        metadata["seconds_since_last_change"] = round(max(0.0, time.time() - change_time), 1)
+    return metadata
+
+
+def _emission_counts(state: StagingState, topic: str, ranges: Iterable[OffsetRange]) -> tuple[int, int]:
+    """The upserts and the tombstones at some output offsets."""
+    name, counts = value_column(topic), [0, 0]
+    leaf = next(_leaves(state.schema.field(name))) if name in state.schema.names else None
+    for part in ranges:
+        for item in state.output_files(topic):
+            if item.partition != part.partition or (item.first or 0) >= part.end or (item.last or 0) < part.first:
+                continue
+            columns = ["kafka.offset", *([] if leaf is None else [leaf])]
+            table = storage.read_file(state.uri(item), columns)
+            offsets = table["kafka"].combine_chunks().field("offset").to_numpy()
+            inside = (offsets >= part.first) & (offsets < part.end)
+            upserts = table[name].is_valid().to_numpy()[inside].sum() if name in table.column_names else 0
+            counts[0] += int(upserts)
+            counts[1] += int(inside.sum()) - int(upserts)
+    return counts[0], counts[1]
+
+
+def _leaves(item: pa.Field) -> Iterator[str]:
+    """The dotted paths of a column's plain fields; of another column, its name."""
+    if pa.types.is_struct(item.type):
+        for at in range(item.type.num_fields):
+            inner = item.type.field(at)
+            yield from (f"{item.name}.{path}" for path in _leaves(inner))
+    else:
+        yield item.name
+
+
+def _last_change(snapshot: Snapshot, state: StagingState, topic: str) -> float | None:
+    """The time of the latest raw record that changed the output, in seconds since the epoch; None if it is not there any more."""
+    sources: list[dict[str, Any]] = []
+    for partition, position in state.head.positions(topic).items():
+        last_offset = position.next - 1
+        if last_offset >= position.base:
+            row = rows_at(state.table.uri, state.output_files(topic), partition, [last_offset], ["source"]).get(
+                last_offset, {}
+            )
+            sources += row.get("source") or ()
+    times = [raw_time(snapshot, place["topic"], place["partition"], place["offset"]) for place in sources]
+    return max((moment for moment in times if moment is not None), default=None)
