@@ -378,7 +378,7 @@ def _emission_counts(state: StagingState, topic: str, ranges: Iterable[OffsetRan
     leaf = next(_leaves(state.schema.field(name))) if name in state.schema.names else None
     for part in ranges:
         for item in state.output_files(topic):
-            if item.partition != part.partition or (item.first or 0) >= part.end or (item.last or 0) < part.first:
+            if not item.meets([part]):
                 continue
             columns = ["kafka.offset", *([] if leaf is None else [leaf])]
             table = storage.read_file(state.uri(item), columns)
