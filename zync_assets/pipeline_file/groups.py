@@ -27,9 +27,9 @@ from zync_assets.pipeline_file.expressions import (
     tokenize,
 )
 from zync_assets.pipeline_file.fields import Fields, kind, word_list
+from zync_assets.pipeline_file.joins import alias_problem
 from zync_assets.pipeline_file.source import YamlTable
 from zync_assets.pipeline_file.topics import over, read_condition
-from zync_assets.pipeline_file.views import alias_problem
 from zync_assets.queries import Aggregate, GroupDefinition
 from zync_assets.spark.sql import name_sql
 

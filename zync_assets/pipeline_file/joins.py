@@ -1,25 +1,39 @@
-"""The ``from:`` of a view: an equi-join tree over the view's tables.
+"""The tables that a rule joins: the ``from:`` of a view, and the ``lookup:`` of another rule.
 
-    o JOIN c ON o.customer_id = c.id LEFT JOIN l ON l.order_id = o.id
+    from: o JOIN c ON o.customer_id = c.id LEFT JOIN l ON l.order_id = o.id
+    lookup: {c: {table: Customers, on: c.id = in.value.after.customer_id, missing: wait}}
 
-Each join adds an alias. The ON of the join compares this alias with one earlier alias. The texts of both sides are cut out of
-the file's own text, so that Spark parses what the user wrote.
+A ``from:`` is an equi-join tree. Each join adds an alias, and its ON compares this alias with one earlier alias. A look-up says
+what happens to a record if a row is missing. The texts of both sides are cut out of the file's own text, so that Spark parses
+what the user wrote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from sqlglot.dialects.spark import Spark
 from sqlglot.tokenizer_core import Token, TokenType
 
+from zync_assets.pipeline import Shape, ViewTable
+from zync_assets.pipeline_file import source
 from zync_assets.pipeline_file.conditions import conjuncts, equality
-from zync_assets.pipeline_file.expressions import SqlProblem, parse, roots, tokenize
-from zync_assets.pipeline_file.fields import suggestion, word_list
+from zync_assets.pipeline_file.expressions import RECORD_ROOTS, SqlProblem, check_expression, parse, roots, tokenize
+from zync_assets.pipeline_file.fields import Fields, kind, suggestion, word_list
+from zync_assets.pipeline_file.key import known_names
+from zync_assets.pipeline_file.keys import LOOKUP, VIEW, Section
+from zync_assets.pipeline_file.source import Scalar, YamlTable
+from zync_assets.pipeline_file.topics import Check, over, read_condition, read_shape
 from zync_assets.pipeline_file.view_expressions import check_rows
-from zync_assets.queries import ViewJoin
+from zync_assets.queries import Lookup, Missing, ViewJoin
 
+WAIT_MS = 600_000
+"""How long a record waits for its row, if the file does not say."""
+_LOOKUP_FORM = "write {c: {table: Customers, on: c.id = in.value.after.customer_id, missing: wait}}"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WORDS = frozenset(["JOIN", "INNER", "LEFT", "RIGHT", "FULL", "CROSS", "SEMI", "ANTI", "NATURAL", "OUTER", "LATERAL"])
 _NAMES = (TokenType.VAR, TokenType.IDENTIFIER)
 _FORM = "must be equalities joined by AND, such as o.customer_id = c.id"
@@ -101,12 +115,12 @@ class _Reader:
             return None
         if alias is None:
             return None
-        kind: Literal["inner", "left"] = "left" if "LEFT" in words else "inner"
-        pairs = self._pairs(alias, kind, on_tokens)
+        join_kind: Literal["inner", "left"] = "left" if "LEFT" in words else "inner"
+        pairs = self._pairs(alias, join_kind, on_tokens)
         if pairs is None:
             return None
         [near] = {self.names[name] for near_sql, _ in pairs for name in roots(parse(near_sql).tree)}
-        return ViewJoin(kind, alias, pairs, near)
+        return ViewJoin(join_kind, alias, pairs, near)
 
     def _alias(self, tokens: Sequence[Token]) -> tuple[str | None, Sequence[Token]]:
         """The alias that begins a part, and the tokens after it."""
@@ -221,3 +235,154 @@ def _is_join_word(tokens: Sequence[Token], at: int) -> bool:
     # LEFT and RIGHT are functions too.
     is_call = at + 1 < len(tokens) and tokens[at + 1].token_type == TokenType.L_PAREN and token.text.upper() != "JOIN"
     return token.text.upper() in _WORDS and not is_field and not is_call
+
+
+@dataclass(frozen=True)
+class LookedUpRows:
+    """The look-ups of a rule. ``rows``: alias in lower case → whether the alias has the default row; of faulty look-ups too.
+    ``is_known``: whether the aliases are known."""
+
+    lookups: tuple[Lookup, ...] = ()
+    rows: Mapping[str, bool] | None = None
+    is_known: bool = True
+
+
+def with_rows(sides: Sequence[str], looked_up_rows: LookedUpRows) -> Check:
+    """The check of an expression over the records of a rule and the rows that it looks up."""
+    rows = looked_up_rows.rows or {}
+    if not looked_up_rows.is_known:
+        return lambda sql: ()
+    return lambda sql: check_expression(sql, sides, rows)
+
+
+def read_lookups(fields: Fields, section: Section, topic: Callable[[Fields, str], str | None]) -> LookedUpRows:
+    """The look-ups of a rule. ``topic``: reads the name of an input."""
+    node = fields.node("lookup")
+    if node is None:
+        return LookedUpRows()
+    if not section.sides:
+        cure = "a view joins its tables in `from:`" if section is VIEW else f"a {section.kind} rule has no look-ups"
+        fields.problem("lookup", f"belongs to a stateless or a denorm rule; {cure}")
+        return LookedUpRows(is_known=False)
+    if not isinstance(node, YamlTable) or not node.entries:
+        fault = "is empty" if isinstance(node, YamlTable) else f"must be a mapping of aliases, not {kind(node)}"
+        fields.problem("lookup", f"{fault}; {_LOOKUP_FORM}")
+        return LookedUpRows(is_known=False)
+    lookup_fields = Fields(node, fields.key("lookup"), fields.problems, None)
+    rows: dict[str, bool] = {}
+    lookups: list[Lookup] = []
+    for alias, entry in lookup_fields.entries.items():
+        if message := alias_problem(alias, list(rows)):
+            lookup_fields.problem(alias, message)
+        if not isinstance(entry.node, YamlTable):
+            lookup_fields.problem(alias, f"must be a mapping, not {kind(entry.node)}; {_LOOKUP_FORM}")
+            rows[alias.lower()] = False
+            continue
+        item = Fields(entry.node, lookup_fields.key(alias), fields.problems, known_names(LOOKUP.keys))
+        rows[alias.lower()] = "row" not in item
+        lookup = _lookup(item, alias, section, rows[alias.lower()], topic(item, "table"))
+        lookups += [] if lookup is None else [lookup]
+    return LookedUpRows(tuple(lookups), rows)
+
+
+def _lookup(item: Fields, alias: str, section: Section, is_default: bool, name: str | None) -> Lookup | None:
+    table = read_table(item, alias, name)
+    on = item.text("on", f"write an equality, such as {alias}.id = {section.sides[0]}.value.after.{alias}_id")
+    sides, pairs, problems = _record_pairs(on, alias, section.sides, is_default) if on is not None else ([], [], [])
+    for message in problems:
+        item.problem("on", message)
+    missing = _read_missing(item)
+    wait = item.duration("wait")
+    if "wait" in item and missing in ("null", "quarantine"):
+        item.problem("wait", f"goes with missing: wait; with {missing} no record waits")
+    if missing == "wait" and len(section.sides) > 1:
+        item.problem(
+            "missing",
+            f"must be null or quarantine in a {section.kind} rule: a pair can't wait for a row. A replay of its quarantine tries"
+            " again",
+        )
+        missing = None
+    if table is None or missing is None or not pairs:
+        return None
+    return Lookup(table, sides[0], tuple(pairs), missing, (wait or WAIT_MS) if missing == "wait" else 0)
+
+
+def _read_missing(item: Fields) -> Missing | None:
+    words: tuple[Missing, ...] = get_args(Missing)
+    node = item.node("missing")
+    if isinstance(node, Scalar) and node.value is None and node.text:
+        return "null"
+    if node is None:
+        item.problem("missing", f"is missing; write one of {word_list(words)}: what happens without a row")
+    return item.choice("missing", words)
+
+
+def _record_pairs(
+    sql: str, alias: str, sides: Sequence[str], is_default: bool
+) -> tuple[list[str], list[tuple[str, str]], list[str]]:
+    """The sides of the records, the pairs (record, row), and the problems of an ``on``."""
+    form = f"must be equalities joined by AND, such as {alias}.id = {sides[0]}.value.after.{alias}_id"
+    problems = check_expression(sql, sides, {alias.lower(): is_default})
+    if problems:
+        return [], [], problems
+    expression = parse(sql)
+    pairs: list[tuple[str, str]] = []
+    record_names, row = dict[str, None](), frozenset({alias.lower()})
+    try:
+        for conjunct in conjuncts(expression.tokens, expression, form):
+            texts = equality(conjunct, expression, form)
+            names = [roots(parse(text).tree) for text in texts]
+            if row not in names or not all(len(side_names) == 1 for side_names in names) or names[0] == names[1]:
+                records = " or ".join(f"`{side}`" for side in sides)
+                raise SqlProblem(f"`{texts[0]} = {texts[1]}` does not compare `{alias}` with {records}; {form}")
+            row_index = names.index(row)
+            record_names |= dict.fromkeys(names[1 - row_index])
+            pairs.append((texts[1 - row_index], texts[row_index]))
+    except SqlProblem as problem:
+        return [], [], [str(problem)]
+    if len(record_names) > 1:
+        return [], [], [f"compares `{alias}` with {word_list(record_names)}; a row is looked up for one record"]
+    return list(record_names), pairs, []
+
+
+def read_table(item: Fields, alias: str, name: str | None) -> ViewTable | None:
+    """A table with its ``key``, ``row`` and ``deleted``. ``name``: of its topic, None for a topic with problems."""
+    key: Shape = "key"
+    if "key" in item:
+        key = _table_key(item)
+    row = item.text("row")
+    for message in over()(row) if row is not None else ():
+        item.problem("row", message)
+    deleted = read_condition(item, "deleted", over())
+    latest = (
+        item.choice("key-in-many-partitions", ("fail", "latest-time")) if "key-in-many-partitions" in item else None
+    )
+    return None if name is None else ViewTable(alias, name, key, row, deleted, latest == "latest-time")
+
+
+def _table_key(item: Fields) -> Shape:
+    """The key of a table; text in braces is a mapping too."""
+    node = item.node("key")
+    assert node is not None
+    if isinstance(node, Scalar) and node.text.strip().startswith("{"):
+        key_node, problems = source.parse(node.text, {})
+        if isinstance(key_node, YamlTable) and not problems:
+            node = key_node
+    if isinstance(node, Scalar) and node.value is None:
+        item.problem("key", "must not be null; a row needs a key")
+        return "key"
+    return read_shape(node, item.key("key"), item.line_of("key"), over(), item.problems)
+
+
+def alias_problem(alias: str, earlier_aliases: Sequence[str]) -> str | None:
+    """Why a name can't be an alias; None if it can. ``earlier_aliases``: the aliases before it."""
+    if not _NAME.fullmatch(alias):
+        return "is no alias; write letters, digits and `_`, such as o"
+    if alias.lower() in (*RECORD_ROOTS, "in") or len(tokens := Spark().tokenize(alias)) != 1:
+        return "is a word of its own in expressions; choose another alias, such as o"
+    if alias.lower().startswith("z_"):
+        return "begins with `z_`, as the project's own columns do; choose another alias, such as o"
+    if tokens[0].token_type != TokenType.VAR:
+        return "is a word of SQL; choose another alias, such as o"
+    twins = [earlier_alias for earlier_alias in earlier_aliases if earlier_alias.lower() == alias.lower()]
+    return f"differs from `{word_list(twins)}` in case only; choose another alias" if twins else None

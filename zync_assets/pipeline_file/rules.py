@@ -18,9 +18,9 @@ from zync_assets.pipeline_file.conditions import TextSpan, leaves_nothing, null_
 from zync_assets.pipeline_file.expressions import columns, parse
 from zync_assets.pipeline_file.fields import UNNAMED, Fields, suggestion, word_list
 from zync_assets.pipeline_file.groups import GroupSection, group_rule, read_group
+from zync_assets.pipeline_file.joins import read_lookups, with_rows
 from zync_assets.pipeline_file.key import known_names
 from zync_assets.pipeline_file.keys import GROUP, SECTIONS, VIEW, Section, rule_keys
-from zync_assets.pipeline_file.lookups import read_lookups, with_rows
 from zync_assets.pipeline_file.outs import (
     ITEM,
     WHERE,

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlglot.dialects.spark import Spark
-from sqlglot.tokenizer_core import TokenType
-
 from zync_assets.pipeline import Headers, Rule, Shape, Side, View, ViewTable
-from zync_assets.pipeline_file.expressions import RECORD_ROOTS, SqlProblem
-from zync_assets.pipeline_file.fields import Fields, kind, word_list
-from zync_assets.pipeline_file.joins import JoinTree, read_from
+from zync_assets.pipeline_file.expressions import SqlProblem
+from zync_assets.pipeline_file.fields import Fields, kind
+from zync_assets.pipeline_file.joins import JoinTree, alias_problem, read_from, read_table
 from zync_assets.pipeline_file.key import known_names
 from zync_assets.pipeline_file.keys import VIEW
-from zync_assets.pipeline_file.source import Scalar, YamlTable, parse
-from zync_assets.pipeline_file.topics import Check, over, read_condition, read_shape
+from zync_assets.pipeline_file.source import Scalar, YamlTable
+from zync_assets.pipeline_file.topics import Check, read_condition
 from zync_assets.pipeline_file.view_expressions import GROUPS, ROWS, aliases_of, check_rows, has_aggregates, is_column
 from zync_assets.spark.sql import leaves
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FORM = "write {o: shop.orders}, or {o: {topic: shop.orders}}"
 _TABLE_KEYS = next(key.keys for key in VIEW.keys if key.name == "tables")
 
@@ -196,46 +191,3 @@ def _tables(
         if table is not None:
             tables.append(table)
     return tuple(tables), rows
-
-
-def read_table(item: Fields, alias: str, name: str | None) -> ViewTable | None:
-    """A table with its ``key``, ``row`` and ``deleted``. ``name``: of its topic, None for a topic with problems."""
-    key: Shape = "key"
-    if "key" in item:
-        key = _key(item)
-    row = item.text("row")
-    for message in over()(row) if row is not None else ():
-        item.problem("row", message)
-    deleted = read_condition(item, "deleted", over())
-    latest = (
-        item.choice("key-in-many-partitions", ("fail", "latest-time")) if "key-in-many-partitions" in item else None
-    )
-    return None if name is None else ViewTable(alias, name, key, row, deleted, latest == "latest-time")
-
-
-def _key(item: Fields) -> Shape:
-    """The key of a table; text in braces is a mapping too."""
-    node = item.node("key")
-    assert node is not None
-    if isinstance(node, Scalar) and node.text.strip().startswith("{"):
-        key_node, problems = parse(node.text, {})
-        if isinstance(key_node, YamlTable) and not problems:
-            node = key_node
-    if isinstance(node, Scalar) and node.value is None:
-        item.problem("key", "must not be null; a row needs a key")
-        return "key"
-    return read_shape(node, item.key("key"), item.line_of("key"), over(), item.problems)
-
-
-def alias_problem(alias: str, earlier_aliases: Sequence[str]) -> str | None:
-    """Why a name can't be an alias; None if it can. ``earlier_aliases``: the aliases before it."""
-    if not _NAME.fullmatch(alias):
-        return "is no alias; write letters, digits and `_`, such as o"
-    if alias.lower() in (*RECORD_ROOTS, "in") or len(tokens := Spark().tokenize(alias)) != 1:
-        return "is a word of its own in expressions; choose another alias, such as o"
-    if alias.lower().startswith("z_"):
-        return "begins with `z_`, as the project's own columns do; choose another alias, such as o"
-    if tokens[0].token_type != TokenType.VAR:
-        return "is a word of SQL; choose another alias, such as o"
-    twins = [earlier_alias for earlier_alias in earlier_aliases if earlier_alias.lower() == alias.lower()]
-    return f"differs from `{word_list(twins)}` in case only; choose another alias" if twins else None
