@@ -327,7 +327,7 @@ def _read_zed(
 ) -> Rule | None:
     """A rule in Zed."""
     # Here: few files need it, and it loads a parser.
-    from zync_assets.pipeline_file.zed.reader import read_zed
+    from zync_assets.pipeline_file.zed.program import read_zed
 
     topics = _topics(fields, section, inputs, outputs)
     headers = read_headers(fields, over(section.sides), output is not None and output.provenance)

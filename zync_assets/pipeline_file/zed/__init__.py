@@ -2,8 +2,7 @@
 
     grammar       a Zed text → a tree of nodes; the tree knows the place of each node
     expressions   an expression → Spark SQL;  functions: each function of Zed in Spark SQL
-    program       the operators of a rule's ``zed:`` → the key and the value of its output
-    reader        the Zed of one rule in a pipeline file, each problem with its line and column
+    program       the Zed of one rule in a pipeline file → the key and the value of its output, its conditions and join key
     types         the types that a rule's Zed relies on, and the records that a rule spreads
 
 The grammar is the subset that ``demo/zed.md`` describes. A text outside the subset is a problem, which names the Spark SQL to
