@@ -142,13 +142,10 @@ def commit_publish_state(
     window: int,
     verified_end: int,
     topic_id: str,
-    replacement: bool = False,
-    schemas: Iterable[WrittenSchema] = (),
 ) -> PublishState:
-    """``commit_publish_states`` for one partition."""
+    """``commit_publish_states`` for one partition, without schemas."""
     marks = {before.partition: (window, verified_end)}
-    states = commit_publish_states(lake, pool, [before], marks, topic_id, replacement=replacement, schemas=schemas)
-    return states[before.partition]
+    return commit_publish_states(lake, pool, [before], marks, topic_id)[before.partition]
 
 
 def commit_publish_states(
