@@ -163,12 +163,9 @@ class Query:
         ords = [f"{ORD}_{at}" for at, _ in enumerate(self.aliases)]
         return ords[0] if len(ords) == 1 else f"greatest({', '.join(ords)})"
 
-    def results(self, joined: DataFrame, *, all_new: bool = False) -> DataFrame:
+    def results(self, joined: DataFrame) -> DataFrame:
         """The result rows: KEY, VALUE, HEADERS, CHOICE (what picks one of several rows with one key), V, ORD, CAUSE, the fields
-        of the key (``key_columns``), COPIES (of the row), and TEXTS (of two rows with the key, if there are some).
-
-        ``all_new``: V is 1 in all rows. Spark would group by it, and sort the rows again.
-        """
+        of the key (``key_columns``), COPIES (of the row), and TEXTS (of two rows with the key, if there are some)."""
         from pyspark.sql import functions as F
 
         order, null = self.order_sql, "CAST(NULL AS STRING)"
@@ -191,17 +188,13 @@ class Query:
         parts: dict[str, Shape] = {VALUE: self.rule.value, HEADERS: headers, CHOICE: choice}
         columns = {name: shape_sql(grouping.shape(part)) for name, part in parts.items()}
         # By fields: the rows of a join lie and are sorted by them, and Spark does not know what a struct holds.
-        version = [] if all_new else [V]
-        rows = joined.groupBy(*map(F.expr, [*keys, *version, *grouping.group_by])).agg(
+        rows = joined.groupBy(*map(F.expr, [*keys, V, *grouping.group_by])).agg(
             F.expr(f"max({order}) AS {ORD}"),
             F.expr(f"array_distinct(flatten(collect_list({cause}))) AS {CAUSE}"),
             *map(F.expr, grouping.aggregates),
         )
         columns = {KEY: shape_sql(substituted(self.rule.key, names)), **columns, **grouping.copies}
-        version_column = [f"1 AS {V}"] if all_new else [V]
-        return rows.selectExpr(
-            *(f"{sql} AS {name}" for name, sql in columns.items()), *version_column, ORD, CAUSE, *self.key_columns
-        )
+        return rows.selectExpr(*(f"{sql} AS {name}" for name, sql in columns.items()), V, ORD, CAUSE, *self.key_columns)
 
     @property
     def key_columns(self) -> list[str]:
