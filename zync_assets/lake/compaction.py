@@ -268,9 +268,9 @@ def is_due(table: LakeTable) -> bool:
     return table.version // COMMITS > (table.number(_LOG_NUMBER) or 0)
 
 
-def clean(table: LakeTable, hours: float = RETENTION_HOURS) -> list[str]:
-    """Remove old entries of the log. If a look is due, also remove files that are older than ``hours`` and not, or no longer,
-    in the table. Returns the paths of these files, relative to the table.
+def clean(table: LakeTable) -> list[str]:
+    """Remove old entries of the log. If a look is due, also remove files that are older than RETENTION_HOURS and not, or no
+    longer, in the table. Returns the paths of these files, relative to the table.
 
     Raises CommitConflict if another writer cleans the table at the same moment, TableDamaged if another program changed the
     table: its older versions may be needed.
@@ -288,7 +288,7 @@ def clean(table: LakeTable, hours: float = RETENTION_HOURS) -> list[str]:
     if not looks:
         return []
     system, base = storage.filesystem(table.uri)
-    candidates = unneeded_files(newest, hours)
+    candidates = unneeded_files(newest)
     paths = candidates[:MOST]
     _delete_files(table.uri, lambda path: system.delete_file(f"{base.rstrip('/')}/{path}"), paths)
     if not storage.is_store(table.uri):
@@ -351,10 +351,10 @@ def log_failures(uri: str) -> Generator[None]:
         _log.warning("upkeep of table %s: %s", uri, error)
 
 
-def unneeded_files(table: LakeTable, hours: float) -> list[str]:
-    """Files below the table's folder that are older than ``hours`` and not in the table: commits replaced them so long
-    ago, or none names them. Paths relative to the table, the oldest first."""
-    limit = time.time() - hours * 3600
+def unneeded_files(table: LakeTable) -> list[str]:
+    """Files below the table's folder that are older than RETENTION_HOURS and not in the table: commits replaced them so
+    long ago, or none names them. Paths relative to the table, the oldest first."""
+    limit = time.time() - RETENTION_HOURS * 3600
     live_paths = {item.path for item in table.files}
     live_paths |= {
         path

@@ -170,7 +170,7 @@ class _Run:
 
     def _swept(self, uri: str) -> object:
         opened = tables.open_table(uri)
-        return opened and compaction.unneeded_files(opened, compaction.RETENTION_HOURS)
+        return opened and compaction.unneeded_files(opened)
 
     def _leap_records(self, records: int) -> None:
         """Commit files of LARGE records to the raw table and to the output."""

@@ -23,6 +23,12 @@ def aged(path: Path) -> Path:
 
 
 @pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is too young to be removed."""
+    monkeypatch.setattr(compaction, "RETENTION_HOURS", 0)
+
+
+@pytest.fixture
 def opened(tmp_path: Path) -> tables.LakeTable:
     """A table of two files, the first of which was replaced a moment ago."""
     uri = str(tmp_path / "Pool")
@@ -50,18 +56,20 @@ def test_an_orphan_goes_once_it_is_old_and_a_file_that_a_reader_may_need_stays(o
     assert DeltaTable(opened.uri).file_uris() == before
 
 
+@pytest.mark.usefixtures("hasty")
 def test_what_a_commit_replaced_goes_in_time(opened: tables.LakeTable) -> None:
-    assert len(compaction.clean(opened, hours=0)) == 1
+    assert len(compaction.clean(opened)) == 1
     assert [path.name for path in Path(opened.uri).glob("*.parquet")] == [item.path for item in opened.files]
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_table_below_is_another_table(opened: tables.LakeTable) -> None:
     """A raw pool and a staging pool of two pipelines that share a lake may have one name."""
     below = f"{opened.uri}/topic"
     own = file(below, records([1]))
     tables.create_table(below, SCHEMA, "", [own], {})
     aged(Path(below) / own.path)
-    compaction.clean(opened, hours=0)
+    compaction.clean(opened)
     assert DeltaTable(below).to_pyarrow_table().num_rows == 1
 
 
@@ -213,9 +221,9 @@ def test_files_are_listed_once_a_day_and_empty_folders_of_batches_go(
     looks: list[str] = []
     unneeded = compaction.unneeded_files
 
-    def counted(opened: tables.LakeTable, hours: float) -> list[str]:
+    def counted(opened: tables.LakeTable) -> list[str]:
         looks.append(opened.uri)
-        return unneeded(opened, hours)
+        return unneeded(opened)
 
     monkeypatch.setattr(compaction, "unneeded_files", counted)
     folder = Path(opened.uri, "batch-000000000001-0123456789ab", "topic=t")
@@ -255,8 +263,9 @@ def test_a_link_that_leads_nowhere_stops_no_look(opened: tables.LakeTable) -> No
     assert Path(opened.uri, "gone.parquet").is_symlink()
 
 
+@pytest.mark.usefixtures("hasty")
 def test_nothing_is_cleaned_of_a_table_that_another_program_changed(opened: tables.LakeTable) -> None:
     DeltaTable(opened.uri).delete()
     with pytest.raises(TableDamaged):
-        compaction.clean(again(opened), hours=0)
+        compaction.clean(again(opened))
     assert len(list(Path(opened.uri).glob("*.parquet"))) == 2

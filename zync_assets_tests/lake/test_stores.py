@@ -79,14 +79,17 @@ def test_readings_of_ends_are_kept_in_a_bucket(s3: S3, unique: str) -> None:
     assert read_readings(uri, "Raw") == found
 
 
-def test_what_no_commit_names_is_cleaned_away_in_a_bucket_too(s3: S3, unique: str) -> None:
+def test_what_no_commit_names_is_cleaned_away_in_a_bucket_too(
+    s3: S3, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "RETENTION_HOURS", 0)
     uri = place(s3, f"lakes/{unique}/table")
     tables.create_table(uri, SCHEMA, "", written(uri, 1), {})
     [orphan] = written(uri, 2)
     opened = tables.open_table(uri)
     assert opened is not None
     time.sleep(1.1)  # a store knows a file's age in seconds
-    assert compaction.clean(opened, hours=0) == [orphan.path]
+    assert compaction.clean(opened) == [orphan.path]
     assert storage.list_files(uri, ".parquet") == [item.path for item in opened.files]
 
 
