@@ -50,19 +50,11 @@ MAX_AGE_SECONDS = 86_400
 """How long a record may wait for its counterpart before ``pending_age`` warns."""
 
 
-def pending_age(
-    pipeline: Pipeline,
-    pool: str,
-    max_age_seconds: float = MAX_AGE_SECONDS,
-    now: float | None = None,
-    snapshot: Snapshot | None = None,
-) -> CheckResult:
-    """Warns where a record has waited for longer than ``max_age_seconds``, or waits for ever: its join key is null, or
-    the pipeline file has its rule no more.
-
-    ``now``: seconds since the epoch, the present by default. A record's age is counted from its raw time.
+def pending_age(pipeline: Pipeline, pool: str) -> CheckResult:
+    """Warns where a record has waited for longer than MAX_AGE_SECONDS, or waits for ever: its join key is null, or the pipeline
+    file has its rule no more. A record's age is counted from its raw time.
     """
-    snapshot = snapshot or Snapshot(pipeline)
+    snapshot = Snapshot(pipeline)
     try:
         state = snapshot.staging(pool)
     except TableDamaged as error:
@@ -71,7 +63,6 @@ def pending_age(
         return conclude(PENDING_AGE, pool, "warn", [], "nothing transformed yet", {"pending": 0})
     if not pipeline.rules_of(pool):
         return conclude(PENDING_AGE, pool, "warn", [], "another pipeline file has the rules", {"pending": 0})
-    moment = time.time() if now is None else now
     problems: list[str] = []
     numbers: dict[str, Number] = {"pending": sum(state.head.waiting.values())}
     numbers |= {f"pending_{rule}_{topic}": n for (rule, topic), n in sorted(state.head.waiting.items()) if n}
@@ -86,7 +77,7 @@ def pending_age(
     ]
     if numbers["pending"]:
         try:
-            problems += _age_problems(snapshot, pool, state, max_age_seconds, moment, numbers)
+            problems += _age_problems(snapshot, pool, state, numbers)
         except (DamagedFile, LakeError) as error:
             problems.append(str(error))
     return conclude(PENDING_AGE, pool, "warn", problems, f"{numbers['pending']} records wait", numbers)
@@ -166,9 +157,7 @@ def _subject(place: tuple[str, int] | str) -> str:
     return f"transactions of {place}" if isinstance(place, str) else f"{place[0]}:{place[1]}"
 
 
-def _age_problems(
-    snapshot: Snapshot, pool: str, state: StagingState, max_age: float, now: float, numbers: dict[str, Number]
-) -> Iterator[str]:
+def _age_problems(snapshot: Snapshot, pool: str, state: StagingState, numbers: dict[str, Number]) -> Iterator[str]:
     facts, *_ = read_entries(state)
     # A record's time never runs back within its partition: the lowest pending offset is the oldest.
     oldest: list[tuple[float, str]] = []
@@ -179,11 +168,11 @@ def _age_problems(
             oldest.append((record_time, f"{topic} {partition}:{offsets[0]}"))
     if oldest:
         record_time, place = min(oldest)
-        age = max(0.0, now - record_time)
+        age = max(0.0, time.time() - record_time)
         numbers["oldest_seconds"] = round(age, 3)
         numbers["oldest"] = place
-        if age > max_age:
-            yield f"{place} has waited for {age:.0f} s, longer than {max_age:.0f} s"
+        if age > MAX_AGE_SECONDS:
+            yield f"{place} has waited for {age:.0f} s, longer than {MAX_AGE_SECONDS:.0f} s"
     # Null equals nothing: a record with a null join key stays pending for ever.
     null_keys = null_key_records(state, snapshot.pipeline.joins_of(pool))
     numbers["null_keys"] = null_keys

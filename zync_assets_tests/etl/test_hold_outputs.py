@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zync_assets.audit.guard import exactly_once_done_coverage
+from zync_assets.checks import output_checks
 from zync_assets.checks.output_checks import pending_age
 from zync_assets.cli.records import pending_rows, trace_rows
 from zync_assets.errors import LakeError
@@ -256,14 +257,17 @@ def test_the_target_is_the_sources_join_whatever_the_bursts_and_the_cuts(make: M
         assert exactly_once_done_coverage(cut.pipeline, pool).passed
 
 
-def test_pending_and_trace_show_which_record_waits_behind_which_until_hold_is_off(make: Make) -> None:
+def test_pending_and_trace_show_which_record_waits_behind_which_until_hold_is_off(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_checks, "MAX_AGE_SECONDS", float("inf"))
     it = make("story")
     sent(it, STORY[:2], defaultdict(int))
     it.step()
     creation, change = pending_rows(it.pipeline, "Staging")
     assert str(creation["why"]).startswith("no counterpart in")
     assert change["why"] == "waits behind partition 0, offset 0 of its source row, which is pending for create"
-    age = pending_age(it.pipeline, "Staging", max_age_seconds=float("inf"))
+    age = pending_age(it.pipeline, "Staging")
     assert (age.passed, age.numbers["pending"], age.numbers["null_keys"]) == (True, 2, 0), age.summary
     traced = [trace_rows(it.pipeline, it.left, 0, offset) for offset in (0, 1)]
     assert [[(row["role"], row["offset"], row["rule"]) for row in rows] for rows in traced] == [
