@@ -20,8 +20,9 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import arrow_frame, spark_schema, spark_type
+from zync_assets.etl.ledger import since_text
+from zync_assets.etl.retries import wait_limits
 from zync_assets.etl.rules.kind import MISSING, SEVERAL
-from zync_assets.etl.waits import limits, since_text
 from zync_assets.lake.staging import ACCOUNT_TYPE
 from zync_assets.offsets import OffsetRange, normalize, split
 from zync_assets.pipeline import Pipeline, Rule
@@ -70,7 +71,7 @@ def labels_of(pipeline: Pipeline, pool: str) -> Labels:
     """The labels of a staging pool's batches: all inputs of the file, and the pool's own rules."""
     rules = pipeline.rules_of(pool)
     views = frozenset(index for index, rule in enumerate(rules) if rule.view is not None)
-    rule_limits = limits(rules)
+    rule_limits = wait_limits(rules)
     waits = frozenset(index for index, rule in enumerate(rules) if rule.name in rule_limits)
     topics = [item.topic for item in pipeline.inputs]
     names, outs = [rule.name for rule in rules], [rule.out for rule in rules]

@@ -29,7 +29,7 @@ from zync_assets.etl.encodability import EncodingFailures
 from zync_assets.etl.failure_search import find_failures
 from zync_assets.etl.failures import Failure, Failures, Place, quarantined, undecoded_rows
 from zync_assets.etl.hold import NO_HOLD
-from zync_assets.etl.ledger import compact_ledger
+from zync_assets.etl.ledger import compact_ledger, time_of
 from zync_assets.etl.numbering import Numbering
 from zync_assets.etl.output_files import Results
 from zync_assets.etl.pending import PendingRecords
@@ -55,7 +55,6 @@ from zync_assets.etl.rules.parts import several_topics
 from zync_assets.etl.views.batch import ViewBatch, view_batch
 from zync_assets.etl.views.changes import APPLIED, RowFailures
 from zync_assets.etl.views.state_fold import fold_state
-from zync_assets.etl.waits import time_of
 from zync_assets.lake import staging, storage
 from zync_assets.lake.head import Partitioning
 from zync_assets.lake.log import DataFile

@@ -10,9 +10,11 @@ A search by age goes through large files a part at a time: memory holds what it 
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import combinations
 
 import numpy as np
@@ -329,6 +331,21 @@ def times_of(texts: pa.ChunkedArray) -> pa.ChunkedArray:
         for form in (r"^\d{4}-\d\d-\d\dT.*Z?$", r"^-?\d+$")
     )
     return pc.coalesce(numbers.cast(pa.int64()), moments.cast(pa.timestamp("ms", "UTC")).cast(pa.int64()))
+
+
+def present() -> int:
+    """The time, in milliseconds since the epoch."""
+    return int(time.time() * 1000)
+
+
+def since_text() -> str:
+    """The time as a pending entry has it. Texts of two times compare as the times do."""
+    return datetime.fromtimestamp(present() / 1000, UTC).isoformat(timespec="milliseconds")
+
+
+def time_of(text: str) -> int:
+    """The time of a text (``since_text``), in milliseconds since the epoch."""
+    return round(datetime.fromisoformat(text).timestamp() * 1000)
 
 
 def pending_in(state: StagingState, rows: Rows) -> pa.Table:

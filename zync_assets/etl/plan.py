@@ -23,10 +23,9 @@ import numpy as np
 from zync_assets.audit.guard import check_begins, check_rollback
 from zync_assets.codecs.fields import has_lacking
 from zync_assets.errors import EtlError
-from zync_assets.etl.retries import NOTHING, ClassRange, Reopening, Retry, divided, reopen, with_joins
+from zync_assets.etl.retries import NOTHING, ClassRange, Reopening, Retry, Waits, divided, reopen, waits_of, with_joins
 from zync_assets.etl.rule_changes import renamed_rules
 from zync_assets.etl.streams import Cut, cuts, domains_of, owners, unseen
-from zync_assets.etl.waits import NO_WAITS, Waits, waits_of
 from zync_assets.lake import publication, raw, staging
 from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
@@ -154,7 +153,7 @@ class EtlPlan:
     """The results that the batch computes again. The batch then takes no new records."""
     recomputed: Recomputed | None = None
     """The scratch pool that the batch compares with the staged outputs. The batch then takes no new records."""
-    waits: Waits = field(default=NO_WAITS, repr=False)
+    waits: Waits = field(default=Waits(), repr=False)
     """The records that wait for a row."""
     new_views: tuple[str, ...] = ()
     """The views without a result whose tables the pool has."""

@@ -25,8 +25,7 @@ from zync_assets.etl.account import Fact
 from zync_assets.etl.frontier import LEAST, OrderKey, OrderSpan, keys_at
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.plan import EtlPlan
-from zync_assets.etl.retries import ClassRange
-from zync_assets.etl.waits import next_waits
+from zync_assets.etl.retries import ClassRange, next_waits
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import staging
 from zync_assets.lake.head import Head, OutputPosition, Partitioning, Position

@@ -5,9 +5,14 @@
     Retry.expired    expired records
     Retry.unmatched  records that no rule took, or that wait for a rule that was removed
     Retry.waiting    records that wait for a changed rule
+    Waits.overdue    records that have waited too long for the row that they look up
 
 An offset is in exactly one entry of the ledger at any time. The batch that gives an offset its new class writes the files with
 the old entry again, without that entry, in the same commit. No entry cancels another entry.
+
+The ledger has the time at which a record began to wait for a row. The pipeline file says how long a record may wait, so that a
+new ``wait`` counts for waiting records too. The account's head has a time for each rule: no record of the rule waits since an
+earlier time. A tick therefore reads the ledger only if a wait may be over.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,13 +29,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
+from zync_assets.etl import ledger
 from zync_assets.lake import raw, staging
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine_table import Selection
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import ACCOUNT_FOLDER, ACCOUNT_TYPE, StagingState
 from zync_assets.offsets import OffsetRange, subtract
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Pipeline, Rule
 
 
 @dataclass(frozen=True)
@@ -335,3 +341,56 @@ def runs_within(whole: OffsetRange, offsets: npt.NDArray[np.int64] | None) -> It
         return ()
     first_index, end_index = np.searchsorted(offsets, [whole.first, whole.end])
     return raw.runs(whole.partition, offsets[first_index:end_index])
+
+
+MOST_OVERDUE = 10_000
+"""Records of one batch whose wait is over. The next batch has the others."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """The waits of records for a row. ``overdue``: the records whose wait is over. ``oldest``: rule → a time in milliseconds
+    since the epoch. No record that still waits for the rule began to wait earlier."""
+
+    overdue: tuple[ClassRange, ...] = ()
+    oldest: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+def wait_limits(rules: Sequence[Rule]) -> dict[str, int]:
+    """Rule → how long its records may wait, in milliseconds: the longest ``wait`` of its look-ups."""
+    return {
+        rule.name: max(item.wait_ms for item in rule.lookups)
+        for rule in rules
+        if any(item.missing == "wait" for item in rule.lookups)
+    }
+
+
+def waits_of(pipeline: Pipeline, pool: str, state: StagingState | None) -> Waits:
+    """The waits of a staging pool at this time."""
+    if state is None or not state.head.waits:
+        return Waits()
+    limits, oldest, moment = wait_limits(pipeline.rules_of(pool)), dict(state.head.waits), ledger.present()
+    due_rules = [rule for rule, since in oldest.items() if rule in limits and since + limits[rule] <= moment]
+    if not due_rules:
+        return Waits((), oldest)
+    overdue: list[ClassRange] = []
+    for rule in due_rules:
+        late_entries, next_oldest = ledger.waiting_since(state, rule, moment - limits[rule] + 1)
+        sorted_entries, room = late_entries.sort_by("since").to_pylist(), MOST_OVERDUE - len(overdue)
+        for row in sorted_entries[:room]:
+            place = OffsetRange(row["partition"], row["first"], row["first"] + 1)
+            overdue.append(ClassRange(row["topic"], "pending", rule, place))
+        next_times = [row["since"] for row in sorted_entries[room : room + 1]]
+        oldest[rule] = next_times[0] if next_times else moment if next_oldest is None else next_oldest
+    return Waits(tuple(overdue), oldest)
+
+
+def next_waits(waits: Waits, start_times: Mapping[str, int], waiting: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """The times of the account's head after a batch. ``start_times``: rule → when records of the batch began to wait;
+    ``waiting``: (rule, topic) → records that are pending after the batch."""
+    all_times = {**start_times, **waits.oldest}
+    oldest_times = {
+        rule: min(times.get(rule, since) for times in (start_times, waits.oldest)) for rule, since in all_times.items()
+    }
+    waiting_rules = {rule for (rule, _), count in waiting.items() if count > 0}
+    return {rule: since for rule, since in oldest_times.items() if rule in waiting_rules}

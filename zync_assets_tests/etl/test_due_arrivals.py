@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
 from zync_assets.cli.records import pending_rows
-from zync_assets.etl import positions, waits
+from zync_assets.etl import ledger, positions
 from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.local.services import Services
 from zync_assets_tests.mini import Mini, failing_commit, make_pipeline, mini_of
@@ -166,8 +166,8 @@ def test_an_event_waits_for_each_row_and_for_no_longer_than_the_file_says(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make(services, spark, tmp_path, unique)
-    clock = waits.present()
-    monkeypatch.setattr(waits, "present", lambda: clock)
+    clock = ledger.present()
+    monkeypatch.setattr(ledger, "present", lambda: clock)
     world.customer(1, "Ann")
     world.region("n", "north")
     for how in ("wait", "quarantine", "null"):
