@@ -25,7 +25,7 @@ from zync_assets.cli.terminal import (
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import LakeError
 from zync_assets.etl.hold import possible_outputs
-from zync_assets.etl.rules import kind_of, lookups
+from zync_assets.etl.rules import kind_of
 from zync_assets.lake import raw, staging
 from zync_assets.lake.parquet_rows import DamagedFile, rows_at
 from zync_assets.lake.snapshot import Snapshot
@@ -283,7 +283,9 @@ def _why(
         place = f"partition {front['partition']}, offset {front['offset']}"
         return f"waits behind {place} of its source row, which is pending for {front['rule']}"
     if rule is not None and rule.lookups and not any(side.keys for side in rule.sides):
-        return lookups.waiting_reason(rule, item["text"], null=item["hash"] is None)
+        from zync_assets.etl.lookups import waiting_reason
+
+        return waiting_reason(rule, item["text"], null=item["hash"] is None)
     if rule is None and item["rule"] in names:
         return f"the next batch gives it to rule {item['rule']}"
     if rule is None:

@@ -21,6 +21,7 @@ from zync_assets.etl.encodability import output_limits
 from zync_assets.etl.failures import Failures
 from zync_assets.etl.frontier import OrderSpan
 from zync_assets.etl.hold import Hold
+from zync_assets.etl.lookups import row_frames, with_lookups
 from zync_assets.etl.output_types import OutputType, output_types, questions
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlBatch, EtlPlan
@@ -29,12 +30,10 @@ from zync_assets.etl.rules import is_apart, kind_of
 from zync_assets.etl.rules.assignment import Assignment, assign, has_schema, singles
 from zync_assets.etl.rules.expiry import has_causes
 from zync_assets.etl.rules.kind import Columns, Emission, Ordering, OutputColumns, RuleRecords, in_frame, union
-from zync_assets.etl.rules.lookups import with_lookups
 from zync_assets.etl.rules.parts import optional_columns, parts_of, several
 from zync_assets.etl.rules.shapes import learn_types, note_schema, schema_of
 from zync_assets.etl.source_rows import NO_HELD_RULES, HeldRules, held_rules, row_columns
 from zync_assets.etl.views.batch import Stage, ViewBatch
-from zync_assets.etl.views.event_rows import row_frames
 from zync_assets.etl.views.tables import declared_frame
 from zync_assets.kafka.topics import RecordLimits
 from zync_assets.lake import raw

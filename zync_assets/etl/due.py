@@ -16,14 +16,12 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.etl import ledger
+from zync_assets.etl import ledger, lookups
 from zync_assets.etl.batch import Transform
 from zync_assets.etl.failures import NONE
 from zync_assets.etl.retries import ClassRange
-from zync_assets.etl.rules import lookups
 from zync_assets.etl.rules.assignment import has_schema
 from zync_assets.etl.views.changes import record_rows
-from zync_assets.etl.views.event_rows import row_frames, row_sql
 from zync_assets.etl.views.tables import table_of, table_type
 from zync_assets.lake import raw
 from zync_assets.lake.staging import StagingState
@@ -76,7 +74,7 @@ def _has_waiting(transform: Transform, rule: Rule) -> bool:
 
 
 def _arrivals_of_rule(transform: Transform, state: StagingState, rule: Rule, item: Lookup) -> Iterator[ClassRange]:
-    rows = row_frames(rule, transform.rows, state)
+    rows = lookups.row_frames(rule, transform.rows, state)
     sides = {side.name: transform.frames[side.topic] for side in rule.sides if side.topic in transform.frames}
     if not rows or len(sides) < len(rule.sides) or not all(map(has_schema, sides.values())):
         # The records wait for a schema, and go through the rules again when it is there.
@@ -85,7 +83,7 @@ def _arrivals_of_rule(transform: Transform, state: StagingState, rule: Rule, ite
     topic, table = next(side.topic for side in rule.sides if side.name == item.side), item.table.topic
     kind = table_type(table_of(item.table), transform.rows[table], state)
     table_rows = record_rows(kind, transform.stage(NONE).records(table), transform.ordering)
-    table_rows = table_rows.where("row IS NOT NULL").selectExpr(row_sql(rule, item, kind.state_row))
+    table_rows = table_rows.where("row IS NOT NULL").selectExpr(lookups.row_sql(rule, item, kind.state_row))
     hash_column = lookups.waiting_hash(item, lookups.row_keys(item, types), types)
     hashes = table_rows.selectExpr(f"{hash_column} AS hash").where("hash IS NOT NULL").distinct()
     names = f"{text_sql(rule.name)} AS rule", f"{text_sql(topic)} AS topic"

@@ -235,7 +235,7 @@ def _rule_types(
     if rule.group is not None:
         sides = {"": aggregate_types(rule, sides)}
     if rule.lookups:
-        from zync_assets.etl.views.event_rows import row_frames
+        from zync_assets.etl.lookups import row_frames
 
         rows = row_frames(rule, frames, state)
         if not rows or not all(map(assignment.has_schema, sides.values())):

@@ -16,7 +16,7 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError
-from zync_assets.etl import failures, ledger, retries, source_rows
+from zync_assets.etl import failures, ledger, lookups, retries, source_rows
 from zync_assets.etl.account import CHANGE
 from zync_assets.etl.batch import Transform, records_at, result_rows
 from zync_assets.etl.encodability import EncodingFailures, odd_sql, side_format
@@ -25,7 +25,7 @@ from zync_assets.etl.hold import HeldRecord, Hold, Place, decide, possible_outpu
 from zync_assets.etl.output_files import Results
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlPlan
-from zync_assets.etl.rules import assignment, lookups
+from zync_assets.etl.rules import assignment
 from zync_assets.etl.rules.group import ENDING
 from zync_assets.etl.rules.kind import LACKING, MISSING, SEVERAL, OutputColumns
 from zync_assets.etl.rules.shapes import ITEM

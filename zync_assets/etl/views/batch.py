@@ -15,6 +15,7 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import EtlError
 from zync_assets.etl.account import Fact
 from zync_assets.etl.failures import Failure, Failures, Place
+from zync_assets.etl.lookups import EventRows
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.plan import Rebuild
 from zync_assets.etl.rules import assignment
@@ -32,7 +33,6 @@ from zync_assets.etl.views.changes import (
     write_changes,
 )
 from zync_assets.etl.views.differences import DUPLICATE
-from zync_assets.etl.views.event_rows import EventRows
 from zync_assets.etl.views.failures import check_places, row_checks, table_failures, view_failures, with_reason
 from zync_assets.etl.views.key_filter import checkpoint
 from zync_assets.etl.views.maintenance import Maintenance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zync_assets.etl.rules.lookups import waiting_reason
+from zync_assets.etl.lookups import waiting_reason
 from zync_assets.pipeline import Rule, Side, ViewTable
 from zync_assets.queries import Lookup, Missing
 
