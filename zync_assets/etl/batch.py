@@ -16,7 +16,6 @@ from zync_assets.codecs.spark_types import listed_frame
 from zync_assets.etl import positions, source_rows
 from zync_assets.etl.account import Labels, labels_of
 from zync_assets.etl.coalescence import final_rows
-from zync_assets.etl.components import Component, components, whole
 from zync_assets.etl.encodability import output_limits
 from zync_assets.etl.failures import Failures
 from zync_assets.etl.frontier import OrderSpan
@@ -26,12 +25,12 @@ from zync_assets.etl.output_types import OutputType, output_types, questions
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlBatch, EtlPlan
 from zync_assets.etl.positions import Bound
-from zync_assets.etl.rules import is_apart, kind_of
-from zync_assets.etl.rules.assignment import Assignment, assign, has_schema, singles
+from zync_assets.etl.rules import is_apart, kind_of, results
 from zync_assets.etl.rules.expiry import has_causes
 from zync_assets.etl.rules.kind import Columns, Emission, Ordering, OutputColumns, RuleRecords, in_frame, union
-from zync_assets.etl.rules.parts import optional_columns, parts_of, several
-from zync_assets.etl.rules.shapes import learn_types, note_schema, schema_of
+from zync_assets.etl.rules.results import Assignment, parts_of, several
+from zync_assets.etl.rules.shapes import has_schema, learn_types, note_schema, schema_of
+from zync_assets.etl.rules.stateless import singles
 from zync_assets.etl.source_rows import NO_HELD_RULES, HeldRules, held_rules, row_columns
 from zync_assets.etl.views.batch import Stage, ViewBatch
 from zync_assets.etl.views.tables import declared_frame
@@ -108,11 +107,12 @@ class Transform:
         return positions.bucket_bounds(self.spans, self.ordering.parts)
 
     @property
-    def components(self) -> list[Component]:
+    def components(self) -> list[results.Component]:
         """The components with a query each. A batch of several buckets is one query: each bucket counts the outputs of the
         buckets before."""
-        apart = self.plan.recomputed is None and not self.bounds
-        return components(self.rules, self.ordering.places) if apart else [whole(self.rules, self.ordering.places)]
+        rules, inputs = self.rules, self.ordering.places
+        divides = self.plan.recomputed is None and not self.bounds
+        return results.components(rules, inputs) if divides else [results.one_component(rules, inputs)]
 
     @property
     def spans(self) -> list[list[OrderSpan]]:
@@ -221,7 +221,7 @@ def result_rows(
     """
     plan, rules, types = transform.plan, transform.rules, transform.types
     assignments = {
-        topic: assign(
+        topic: results.assign(
             transform.pipeline.input(topic),
             transform.ordering,
             note_schema(_with_decisions(transform, pending.hold, topic, frame), schema_of(frame)),
@@ -287,7 +287,7 @@ def result_rows(
 
 def _result_frame(
     transform: Transform,
-    component: Component,
+    component: results.Component,
     parts: Mapping[str, Sequence[DataFrame]],
     records: Sequence[RuleRecords],
     views: ViewBatch | None,
@@ -300,7 +300,7 @@ def _result_frame(
     record_rows = [frame for topic, frames in parts.items() if topic in component.inputs for frame in frames]
     merges = any(pipeline.output(rule.out).coalesce for rule in rules)
     with_records = [item.rule for item in records if item.frames and item.rule.out in component.outputs]
-    optional = optional_columns(with_records, several(rules), merges=merges and bool(record_rows), held=is_held)
+    optional = results.optional_columns(with_records, several(rules), merges=merges and bool(record_rows), held=is_held)
     all_rows: list[DataFrame] = []
     if record_rows:
         together = transform.small

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from zync_assets.etl.account import Labels
 from zync_assets.etl.encodability import RowChecks, left_out, row_checks
 from zync_assets.etl.output_types import OutputType
-from zync_assets.etl.rules.assignment import without_dropped
 from zync_assets.etl.rules.kind import LACKING, LATER, LATER_IN_TURN, TURN, OutputColumns
+from zync_assets.etl.rules.results import without_dropped
 from zync_assets.etl.rules.shapes import key_fields
 from zync_assets.kafka.topics import RecordLimits
 from zync_assets.pipeline import Pipeline, Rule

@@ -51,7 +51,7 @@ from zync_assets.etl.retries import carve
 from zync_assets.etl.rule_changes import fingerprints
 from zync_assets.etl.rules.kind import MISSING, SEVERAL, union
 from zync_assets.etl.rules.missing_fields import with_missing_fields
-from zync_assets.etl.rules.parts import several_topics
+from zync_assets.etl.rules.results import several_topics
 from zync_assets.etl.views.batch import ViewBatch, view_batch
 from zync_assets.etl.views.changes import APPLIED, RowFailures
 from zync_assets.etl.views.state_fold import fold_state

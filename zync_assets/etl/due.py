@@ -20,7 +20,7 @@ from zync_assets.etl import ledger, lookups
 from zync_assets.etl.batch import Transform
 from zync_assets.etl.failures import NONE
 from zync_assets.etl.retries import ClassRange
-from zync_assets.etl.rules.assignment import has_schema
+from zync_assets.etl.rules.shapes import has_schema
 from zync_assets.etl.views.changes import record_rows
 from zync_assets.etl.views.tables import table_of, table_type
 from zync_assets.lake import raw

@@ -22,10 +22,11 @@ from zync_assets.etl.batch import Transform, result_rows
 from zync_assets.etl.failures import Failure, Failures, Place
 from zync_assets.etl.partitions import Partitions, failing_partitions, partition_numbers
 from zync_assets.etl.pending import PendingRecords
-from zync_assets.etl.rules import assignment, kind_of
+from zync_assets.etl.rules import kind_of
 from zync_assets.etl.rules.group import AGGREGATE, COMPLETE
 from zync_assets.etl.rules.kind import Columns, OutputColumns
-from zync_assets.etl.rules.shapes import headers_sql
+from zync_assets.etl.rules.results import output_columns, rule_conditions
+from zync_assets.etl.rules.shapes import has_schema, headers_sql
 from zync_assets.etl.views.batch import ViewBatch
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
@@ -98,7 +99,7 @@ class OverflowSearch:
         """The rule whose ``where`` or ``join-on`` overflows on a record, and which of both it is."""
         topic, partition, offset = place
         frame = self.transform.frames[topic].where(_inside(OffsetRange(partition, offset, offset + 1), "kafka"))
-        conditions = assignment.conditions(self.transform.pipeline.input(topic), frame, self.rules)
+        conditions = rule_conditions(self.transform.pipeline.input(topic), frame, self.rules)
         frame = frame.selectExpr("*", *failures.names_sql(self.rules, topic))
         for end, (index, _) in enumerate(conditions):
             choice = f"CASE {' '.join(f'WHEN {sql} THEN {at}' for at, sql in conditions[: end + 1])} END"
@@ -271,7 +272,7 @@ class _Search:
     def _failing_partitions(self) -> None:
         if self.unshared == frozenset() or not any(item.by for item in self.partitions.values()):
             return
-        frame = self._result_rows(assignment.columns, self._failures(), self.unshared)
+        frame = self._result_rows(output_columns, self._failures(), self.unshared)
         for rows in failing_partitions(frame, self.partitions, self.transform.labels):
             for row in rows.select("rule", "last", "source").limit(failures.MOST_FAILURES + 1).collect():
                 of = row["source"][row["last"]]
@@ -394,13 +395,13 @@ class _Search:
         try:
             if side in ("where", kind_of(rule).join, failures.LOOKUP):
                 frame = self.frames[topic].where(f"kafka.partition = {partition} AND kafka.offset = {offset}")
-                conditions = assignment.conditions(self.pipeline.input(topic), frame, self.rules)
+                conditions = rule_conditions(self.pipeline.input(topic), frame, self.rules)
                 cases = " ".join(f"WHEN {sql} THEN {index}" for index, sql in conditions)
                 keys = failures.lookup_keys(rule, topic) if side == failures.LOOKUP else self._join_keys(rule, topic)
                 sql = f"CASE {cases} END" if side == "where" else ", ".join(keys)
                 frame.selectExpr("*", *failures.names_sql([rule], topic)).selectExpr(f"xxhash64({sql})").collect()
             else:
-                rows = self._rows_with(assignment.columns, place, rule)
+                rows = self._rows_with(output_columns, place, rule)
                 if side == _PARTITION:
                     rule_rows = rows.where(f"rule = {self.rules.index(rule)}")
                     rows = partition_numbers(rule_rows, self.partitions[rule.out])
@@ -414,7 +415,7 @@ class _Search:
         if rule.group is None:
             return join_keys(rule, topic)
         inputs = {side.name: self.frames[side.topic] for side in rule.sides if side.topic in self.frames}
-        inputs = {name: frame for name, frame in inputs.items() if assignment.has_schema(frame)}
+        inputs = {name: frame for name, frame in inputs.items() if has_schema(frame)}
         return [kind_of(rule).key_sql(rule, topic, inputs) or "NULL"]
 
     def _expressions(self, rule: Rule, side: str, topic: str) -> list[tuple[str, str]]:

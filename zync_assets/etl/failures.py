@@ -21,9 +21,9 @@ from zync_assets.etl import account
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.retries import ClassRange
 from zync_assets.etl.rules import kind_of
-from zync_assets.etl.rules.assignment import conditions, has_schema, if_kept
 from zync_assets.etl.rules.kind import OutputColumns, union
-from zync_assets.etl.rules.shapes import headers_sql
+from zync_assets.etl.rules.results import if_kept, rule_conditions
+from zync_assets.etl.rules.shapes import has_schema, headers_sql
 from zync_assets.lake import quarantine_table, raw
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
@@ -54,7 +54,7 @@ def sides_sql(rule: Rule, target: OutputColumns) -> dict[str, str]:
 
 
 def failing_sides(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
-    """The columns ``failed`` and ``blamed`` for ``etl.rules.assignment.singles`` and ``paired``, as (name, SQL).
+    """The columns ``failed`` and ``blamed`` for ``etl.rules.stateless.singles`` and ``paired``, as (name, SQL).
 
     ``failed``: the output side whose expression fails. ``blamed``: the side of the rule whose record makes the expression
     fail with any record on the others. Null if several records fail alone, or if only the records together fail.
@@ -119,16 +119,14 @@ def failing_records(
     ``rules``: the staging pool's; ``record_frames``: the record frames of all topics that have a table;
     ``known_condition``: a condition for records that are not looked at.
     """
-    rule_conditions = conditions(item, frame, rules)
+    conditions = rule_conditions(item, frame, rules)
     choices = [
-        f"CASE {' '.join(f'WHEN {sql} THEN {index}' for index, sql in rule_conditions[: end + 1])} END"
-        for end in range(len(rule_conditions))
+        f"CASE {' '.join(f'WHEN {sql} THEN {index}' for index, sql in conditions[: end + 1])} END"
+        for end in range(len(conditions))
     ]
     # The first rule at which the conditions fail is the failing rule.
-    where = " ".join(
-        f"WHEN {fails(sql)} THEN {index}" for (index, _), sql in zip(rule_conditions, choices, strict=True)
-    )
-    if not rule_conditions or not has_schema(frame):
+    where = " ".join(f"WHEN {fails(sql)} THEN {index}" for (index, _), sql in zip(conditions, choices, strict=True))
+    if not conditions or not has_schema(frame):
         return frame.where("false").selectExpr("0 AS partition", "0L AS offset", "0 AS rule", "'' AS failed")
     frame = frame.where(f"NOT ({known_condition})").selectExpr("*", f"CASE {where} END AS wrong")
     frame = frame.selectExpr("*", f"CASE WHEN wrong IS NULL THEN {choices[-1]} END AS chosen")

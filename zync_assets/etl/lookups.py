@@ -15,10 +15,9 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from zync_assets.codecs.spark_types import arrow_frame
-from zync_assets.etl.rules.assignment import has_schema
 from zync_assets.etl.rules.denorm import hash_sql, part_type
 from zync_assets.etl.rules.kind import BLAMED, LOOK_HASH, LOOKED, MISSING, SEVERAL, RuleRecords
-from zync_assets.etl.rules.shapes import note_schema, type_sql
+from zync_assets.etl.rules.shapes import has_schema, note_schema, type_sql
 from zync_assets.etl.views.key_filter import KeyFilter, plain_field, with_list
 from zync_assets.etl.views.query import pruned_sql, used_columns
 from zync_assets.etl.views.state import StateFiles, StateReader

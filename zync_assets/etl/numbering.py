@@ -20,8 +20,8 @@ from zync_assets.etl.partitions import Partitions, counts_of, topic_partitions, 
 from zync_assets.etl.positions import Bound, Numbered
 from zync_assets.etl.rebuild import rebuild_bounds
 from zync_assets.etl.result_checks import Positions
-from zync_assets.etl.rules import assignment
 from zync_assets.etl.rules.kind import LACKING, TURN, OutputColumns
+from zync_assets.etl.rules.results import output_columns
 from zync_assets.etl.topic_outputs import TopicOutputs, row_sql, staged_topic
 from zync_assets.kafka.topics import RecordLimits
 from zync_assets.lake import raw, staging
@@ -54,7 +54,7 @@ class Numbering:
     def columns(self, rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
         """The columns of a rule's outputs (``rules.kind.Columns``)."""
         # Notes the columns here, because ``frame.columns`` takes as long as the analysis of the whole batch.
-        columns = assignment.columns(rule, target)
+        columns = output_columns(rule, target)
         self._present[rule.out].update(name for name, _ in columns)
         return columns
 

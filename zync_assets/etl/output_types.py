@@ -22,7 +22,6 @@ from zync_assets.codecs.dispatch import check_fits
 from zync_assets.codecs.fields import PLAIN, Note, topic_type_of
 from zync_assets.codecs.spark_types import has_forbidden, original_name, spark_type
 from zync_assets.errors import EtlError, SchemaError
-from zync_assets.etl.rules import assignment
 from zync_assets.etl.rules.group import aggregate_types
 from zync_assets.etl.rules.kind import OutputColumns
 from zync_assets.etl.rules.output_schemas import (
@@ -34,12 +33,13 @@ from zync_assets.etl.rules.output_schemas import (
     with_notes,
     written_forms,
 )
-from zync_assets.etl.rules.parts import item_frame
+from zync_assets.etl.rules.results import item_frame
 from zync_assets.etl.rules.shapes import (
     ITEM,
     Question,
     check_headers,
     expression_type,
+    has_schema,
     own_type,
     shape_type,
     uncollated,
@@ -124,7 +124,7 @@ def _output_type(
             if (key_and_value := _rule_types(rule, frames, state)) is not None:
                 kinds_by_rule[name] = uncollated(key_and_value[0]), uncollated(key_and_value[1])
         except EtlError as error:
-            if assignment.has_schema(frames[rule.topics[0]]):
+            if has_schema(frames[rule.topics[0]]):
                 raise
             unknown[name] = (
                 f"{error} No value has come yet, only tombstones; a rule for these can use their keys alone."
@@ -184,7 +184,7 @@ def questions(rules: Iterable[Rule], frames: Mapping[str, DataFrame]) -> list[Qu
     expressions: list[Question] = []
     for rule in rules:
         # Expressions of rules with tables name rows.
-        if rule.tables or not all(topic in frames and assignment.has_schema(frames[topic]) for topic in rule.topics):
+        if rule.tables or not all(topic in frames and has_schema(frames[topic]) for topic in rule.topics):
             continue
         sides = {side.name: frames[side.topic] for side in rule.sides}
         for side in rule.sides:
@@ -229,7 +229,7 @@ def _rule_types(
             return None
         _check_names(rule, *kinds[:2])
         return kinds[:2]
-    if len(rule.sides) > 1 and not all(assignment.has_schema(frames[topic]) for topic in rule.topics):
+    if len(rule.sides) > 1 and not all(has_schema(frames[topic]) for topic in rule.topics):
         return None
     sides = {side.name: frames[side.topic] for side in rule.sides}
     if rule.group is not None:
@@ -238,7 +238,7 @@ def _rule_types(
         from zync_assets.etl.lookups import row_frames
 
         rows = row_frames(rule, frames, state)
-        if not rows or not all(map(assignment.has_schema, sides.values())):
+        if not rows or not all(map(has_schema, sides.values())):
             return None
         sides |= rows
     if rule.explode is not None:

@@ -25,9 +25,9 @@ from zync_assets.etl.hold import HeldRecord, Hold, Place, decide, possible_outpu
 from zync_assets.etl.output_files import Results
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlPlan
-from zync_assets.etl.rules import assignment
 from zync_assets.etl.rules.group import ENDING
 from zync_assets.etl.rules.kind import LACKING, MISSING, SEVERAL, OutputColumns
+from zync_assets.etl.rules.results import KEPT, output_columns
 from zync_assets.etl.rules.shapes import ITEM
 from zync_assets.etl.source_rows import Fetch, RowTimes
 from zync_assets.etl.views.batch import ViewBatch
@@ -177,8 +177,8 @@ def _odd_conditions(item: Output, rule: Rule, target: OutputColumns) -> list[str
     kinds = {side[0]: side[2] for side in (target.key, target.value) if side is not None}
     kinds[staging.HEADERS_COLUMN] = spark_type(HEADERS_TYPE)
     conditions: list[str] = []
-    for name, sql in assignment.columns(rule, target):
-        if name in (LACKING, assignment.KEPT):
+    for name, sql in output_columns(rule, target):
+        if name in (LACKING, KEPT):
             continue
         odd = odd_sql("made", kinds[name], side_format(item, name), times=False, texts=True)
         outputs = f"array({sql})" if rule.explode is None else f"transform({rule.explode}, {ITEM} -> {sql})"

@@ -28,7 +28,7 @@ from zync_assets.etl.rules.kind import (
     source_sql,
     union,
 )
-from zync_assets.etl.rules.parts import output_rows
+from zync_assets.etl.rules.results import output_rows
 from zync_assets.etl.rules.shapes import expression_type, type_sql, wider
 from zync_assets.pipeline import Rule, Side
 from zync_assets.spark.sql import name_sql

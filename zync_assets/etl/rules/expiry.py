@@ -30,7 +30,7 @@ from zync_assets.etl.rules.kind import (
     source_sql,
     union,
 )
-from zync_assets.etl.rules.parts import output_rows
+from zync_assets.etl.rules.results import output_rows
 from zync_assets.pipeline import Rule
 
 if TYPE_CHECKING:

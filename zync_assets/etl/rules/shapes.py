@@ -113,6 +113,11 @@ def schema_of(frame: DataFrame) -> StructType:
     return schema
 
 
+def has_schema(frame: DataFrame) -> bool:
+    """Whether a topic's values have a type yet: it has none before the first value that is not null."""
+    return schema_of(frame)["value"].dataType.simpleString() != "void"
+
+
 def note_schema(frame: DataFrame, schema: StructType) -> DataFrame:
     """The frame, its schema known without asking: of ``kafka``, ``key`` and ``value`` at the least."""
     _SCHEMAS[frame] = schema

@@ -18,9 +18,8 @@ from zync_assets.etl.failures import Failure, Failures, Place
 from zync_assets.etl.lookups import EventRows
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.plan import Rebuild
-from zync_assets.etl.rules import assignment
 from zync_assets.etl.rules.kind import Columns, Ordering
-from zync_assets.etl.rules.shapes import note_schema, schema_of
+from zync_assets.etl.rules.shapes import has_schema, note_schema, schema_of
 from zync_assets.etl.views.changes import (
     Change,
     RowFailures,
@@ -222,7 +221,7 @@ def _changes(
         topic = table.topic
         if topic not in stage.frames:
             continue
-        if not assignment.has_schema(stage.frames[topic]):
+        if not has_schema(stage.frames[topic]):
             untyped |= {topic: stage.records(topic)} if stage.ranges[topic] else {}
             continue
         kinds[name] = table_type(table, stage.frames[topic], stage.state)

@@ -14,10 +14,9 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import EtlError
 from zync_assets.etl.failures import Failure, Failures
-from zync_assets.etl.rules.assignment import has_schema
 from zync_assets.etl.rules.kind import Ordering
 from zync_assets.etl.rules.output_schemas import record_fields
-from zync_assets.etl.rules.shapes import key_fields, made_sql
+from zync_assets.etl.rules.shapes import has_schema, key_fields, made_sql
 from zync_assets.etl.views.changes import latest_rows, record_rows, table_records
 from zync_assets.etl.views.query import same_sql
 from zync_assets.etl.views.state import StateReader, state_files

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import functions as F
 from pyspark.sql.types import DataType
 
-from zync_assets.etl.rules import KINDS, assignment
+from zync_assets.etl.rules import KINDS
 from zync_assets.etl.rules.expiry import has_causes
 from zync_assets.etl.rules.group import aggregate_types
 from zync_assets.etl.rules.kind import TURN, Emission, Ordering, OutputColumns, in_frame
+from zync_assets.etl.rules.results import output_columns
 from zync_assets.etl.rules.shapes import shape_type
 from zync_assets.pipeline import Rule
 from zync_assets_tests.model import Record
@@ -93,7 +94,7 @@ class Engine:
             shape_type(columns, shape, "event", side)
             for side, shape in (("key", self.rule.key), ("value", self.rule.value))
         ]
-        emission = Emission(_target(types), assignment.columns, ordering, together=True)
+        emission = Emission(_target(types), output_columns, ordering, together=True)
         pending = self._frames(self._inputs(self.pending, old=True))
         [results] = kind.results(found, pending, emission)
         records = {record.place: record for record in (*self.pending, *new)}

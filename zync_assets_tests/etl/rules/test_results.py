@@ -12,8 +12,10 @@ import pytest
 from pyspark.sql.types import DataType, LongType, StringType
 
 from zync_assets.errors import EtlError
-from zync_assets.etl.rules import assignment, denorm
+from zync_assets.etl.rules import denorm
 from zync_assets.etl.rules.kind import Emission, Ordering, OutputColumns, RuleRecords, in_frame
+from zync_assets.etl.rules.results import Assignment, assign, output_columns
+from zync_assets.etl.rules.stateless import singles
 from zync_assets.pipeline import Input, Rule, Side, SideFormat
 
 if TYPE_CHECKING:
@@ -43,8 +45,8 @@ def frame(spark: SparkSession, *values: str | None, kind: str = "string") -> Dat
     )
 
 
-def given(item: Input, records: DataFrame, rules: Sequence[Rule]) -> assignment.Assignment:
-    return assignment.assign(item, Ordering({item.topic: 0}), records, rules)
+def given(item: Input, records: DataFrame, rules: Sequence[Rule]) -> Assignment:
+    return assign(item, Ordering({item.topic: 0}), records, rules)
 
 
 def assigned(item: Input, records: DataFrame, *rules: Rule) -> list[int | None]:
@@ -56,7 +58,7 @@ def assigned(item: Input, records: DataFrame, *rules: Rule) -> list[int | None]:
 def left_over(item: Input, records: DataFrame, *rules: Rule) -> list[tuple[int, str]]:
     """(offset, class) of what the rules of a pool leave."""
     own = list(range(len(rules)))
-    rows = assignment.singles(given(item, records, rules), rules, {}, own, [], assignment.columns).collect()
+    rows = singles(given(item, records, rules), rules, {}, own, [], output_columns).collect()
     return sorted((row.source[0].offset, row.kind) for row in rows)
 
 

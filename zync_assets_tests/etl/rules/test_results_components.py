@@ -10,8 +10,8 @@ import pytest
 
 from zync_assets import pipeline_file
 from zync_assets.audit.guard import exactly_once_done_coverage
-from zync_assets.etl import components
-from zync_assets.etl.components import Component
+from zync_assets.etl.rules import results
+from zync_assets.etl.rules.results import Component
 from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets_tests.mini import Mini, mini, row
@@ -54,15 +54,15 @@ def test_rules_that_share_a_topic_are_one_component(tmp_path: Path, monkeypatch:
     file.write_text(header + TEXT.replace("$left", "in").replace("$right", "in.second").replace("$out", "out"))
     model = pipeline_file.load(file)
     topics = [*(item.topic for item in model.inputs), "of-no-rule"]
-    monkeypatch.setattr(components, "MOST_TOPICS", 1)
+    monkeypatch.setattr(results, "MOST_TOPICS", 1)
     first = Component(frozenset({"in", "in.second"}), frozenset({"out"}))
     second = Component(frozenset({"in.third", "in.fourth"}), frozenset({"out.pairs"}))
     third = Component(frozenset({"in.fifth"}), frozenset({"out.numbers", "out.last"}))
     alone = Component(frozenset({"of-no-rule"}), frozenset())
-    assert components.components(model.rules, topics) == [first, second, third, alone]
-    monkeypatch.setattr(components, "MOST_TOPICS", 6)
-    assert components.components(model.rules, topics) == [first | second, third | alone]
-    assert components.whole(model.rules, topics) == replace(first | second | third | alone, views=True)
+    assert results.components(model.rules, topics) == [first, second, third, alone]
+    monkeypatch.setattr(results, "MOST_TOPICS", 6)
+    assert results.components(model.rules, topics) == [first | second, third | alone]
+    assert results.one_component(model.rules, topics) == replace(first | second | third | alone, views=True)
 
 
 @pytest.fixture(params=[1, pytest.param(1000, marks=pytest.mark.slow)])
@@ -75,7 +75,7 @@ def it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Mini:
     """A pipeline. Its batches have a query for each component in the first case, and a single query in the second."""
-    monkeypatch.setattr(components, "MOST_TOPICS", request.param)
+    monkeypatch.setattr(results, "MOST_TOPICS", request.param)
     made = mini(services, spark, tmp_path, unique, TEXT)
     for name in NAMES[2:]:
         create_topic(made.pipeline.kafka, f"{made.left}.{name}", 1, 1, {})
