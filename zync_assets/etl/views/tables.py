@@ -25,7 +25,6 @@ import pyarrow as pa
 from zync_assets.codecs.fields import deletes_sql, lake_type_of
 from zync_assets.codecs.spark_types import arrow_type, parse_ddl, spark_type
 from zync_assets.errors import EtlError, RegistryError
-from zync_assets.etl.rules.missing_fields import newest_type
 from zync_assets.etl.rules.shapes import (
     expression_type,
     is_envelope,
@@ -287,6 +286,9 @@ def declared_frame(pipeline: Pipeline, spark: SparkSession, topic: str, frame: D
 
 def _declared(pipeline: Pipeline, item: Input, side: str) -> DataType | None:
     """The type of keys or values that is known before a record; None where the records tell it."""
+    # Spark's workers import this module. The parser of SQL would cost each of them memory.
+    from zync_assets.etl.rules.missing_fields import newest_type
+
     form: SideFormat = getattr(item, side)
     if form.format == "json" and form.ddl is not None:
         return spark_type(parse_ddl(form.ddl))
