@@ -64,7 +64,7 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file.references import with_lake_names
 from zync_assets.pipeline_file.zed.types import with_topic_types
-from zync_assets.spark.failures import spark_failures
+from zync_assets.spark.failures import spark_errors, spark_failures
 from zync_assets.spark.tasks import guarded_elements
 from zync_assets.upkeep import apply_retention, keep_up
 
@@ -275,8 +275,7 @@ def _attempt(transform: Transform, pending: PendingRecords, failures: Failures, 
 
     Raises JoinsChanged, EncodingFailures for outputs that can't be encoded, and Spark's error for a record that a rule fails on.
     """
-    from py4j.protocol import Py4JError
-    from pyspark.errors import AnalysisException, PySparkException
+    from pyspark.errors import AnalysisException
 
     plan = transform.plan
     folder = f"batch-{plan.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}"
@@ -305,7 +304,7 @@ def _attempt(transform: Transform, pending: PendingRecords, failures: Failures, 
         raise EncodingFailures(with_groups(transform, pending, failures, views, error.failures)) from None
     except AnalysisException:
         raise
-    except (PySparkException, Py4JError) as error:
+    except spark_errors() as error:
         # Before the state of tables is removed, which the rules read.
         row_failures = find_failures(transform, pending, failures, views, numbering.partitions)
         if not row_failures:

@@ -30,7 +30,7 @@ from zync_assets.etl.rules.shapes import has_schema, headers_sql
 from zync_assets.etl.views.batch import ViewBatch
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
-from zync_assets.spark.failures import MOST, TEXT, cause_line, fails, is_overflow, overflow_records
+from zync_assets.spark.failures import MOST, TEXT, cause_line, fails, is_overflow, overflow_records, spark_errors
 from zync_assets.spark.sql import leaves
 from zync_assets.spark.tasks import search_settings
 
@@ -159,13 +159,11 @@ def _inside(part: OffsetRange, of: str) -> str:
 
 def _overflows(frame: DataFrame, *columns: str) -> bool:
     """Whether computing these columns of a frame overflows the stack. Other failures are raised."""
-    from py4j.protocol import Py4JError
-    from pyspark.errors import PySparkException
     from pyspark.sql import functions as F
 
     try:
         frame.agg(*(F.count(name) for name in columns)).collect()
-    except (PySparkException, Py4JError) as error:
+    except spark_errors() as error:
         if is_overflow(error):
             return True
         raise
@@ -294,12 +292,9 @@ class _Search:
 
     def _run_without(self, overflowing: Iterable[Found], look: Callable[[], None]) -> None:
         """``look``, again without the records that overflow the stack if one does. EtlError if they are too many."""
-        from py4j.protocol import Py4JError
-        from pyspark.errors import PySparkException
-
         try:
             look()
-        except (PySparkException, Py4JError) as error:
+        except spark_errors() as error:
             if not is_overflow(error):
                 raise
             rule_by_place = {place: (rule, side) for place, rule, side in overflowing}
@@ -363,9 +358,6 @@ class _Search:
 
     def _expression(self, place: Place, rule: Rule, side: str) -> tuple[str, str]:
         """The expression of a side that fails on a record: its place in the rule and its text, if the search finds it."""
-        from py4j.protocol import Py4JError
-        from pyspark.errors import PySparkException
-
         expressions = self._expressions(rule, side, place[0])
         if len(expressions) == 1:
             return expressions[0]
@@ -376,7 +368,7 @@ class _Search:
                     lambda of, _: [("at", first_sql if of is rule else "CAST(NULL AS INT)")], place, rule
                 )
                 failing_rows = rows.where("at IS NOT NULL").select("at").limit(1).collect()
-        except (PySparkException, Py4JError):
+        except spark_errors():
             return side, ""
         return expressions[failing_rows[0]["at"]] if failing_rows else (side, "")
 
@@ -388,9 +380,6 @@ class _Search:
 
     def _words(self, place: Place, rule: Rule, side: str) -> str:
         """Spark's error text for this record alone."""
-        from py4j.protocol import Py4JError
-        from pyspark.errors import PySparkException
-
         topic, partition, offset = place
         try:
             if side in ("where", kind_of(rule).join, failures.LOOKUP):
@@ -406,7 +395,7 @@ class _Search:
                     rule_rows = rows.where(f"rule = {self.rules.index(rule)}")
                     rows = partition_numbers(rule_rows, self.partitions[rule.out])
                 rows.collect()
-        except (PySparkException, Py4JError) as error:
+        except spark_errors() as error:
             return cause_line(error)
         return "an expression fails on this record."
 

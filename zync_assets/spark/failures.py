@@ -12,14 +12,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 from zync_assets.errors import SetupError, SparkLost, ZyncError
 from zync_assets.lake import stores
 from zync_assets.offsets import OffsetRange
-
-if TYPE_CHECKING:
-    pass
 
 
 @contextmanager
@@ -30,7 +26,7 @@ def spark_failures(make_error: Callable[[str], ZyncError]) -> Generator[None]:
     """
     try:
         yield
-    except _spark_exceptions() as error:
+    except (*spark_errors(), ConnectionError) as error:
         if interrupt := interrupt_of(error):
             raise interrupt from None
         text = str(error)
@@ -54,16 +50,16 @@ def interrupt_of(error: BaseException | None) -> KeyboardInterrupt | None:
 @contextmanager
 def ignore_release_errors() -> Generator[None]:
     """Ignore Spark's errors while caches are released. A Spark that has ended holds no cache, and the step has succeeded."""
-    with suppress(*_spark_exceptions()):
+    with suppress(*spark_errors(), ConnectionError):
         yield
 
 
-def _spark_exceptions() -> tuple[type[Exception], ...]:
-    """The exceptions of Spark, and of the connection to its JVM."""
+def spark_errors() -> tuple[type[Exception], ...]:
+    """The errors that Spark raises."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
 
-    return PySparkException, Py4JError, ConnectionError
+    return PySparkException, Py4JError
 
 
 _OF_DATA = re.compile(r"SQLSTATE: (22|23|P0)")

@@ -58,7 +58,7 @@ from zync_assets.lake.staging import INDEX, REPLACED, STATE, StagingState
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark import frames
-from zync_assets.spark.failures import is_of_data, is_overflow, raised_text
+from zync_assets.spark.failures import is_of_data, is_overflow, raised_text, spark_errors
 from zync_assets.spark.tasks import BATCH_BYTES, MEASURED, planned_once
 
 if TYPE_CHECKING:
@@ -314,15 +314,14 @@ def _results(
 @contextmanager
 def _failures(stage: Stage, search: Callable[[], Mapping[Place, Failure]]) -> Generator[None]:
     """RowFailures in place of the error of an expression. ``search``: finds the records that fail."""
-    from py4j.protocol import Py4JError
-    from pyspark.errors import AnalysisException, PySparkException
+    from pyspark.errors import AnalysisException
 
     try:
         try:
             yield
         except AnalysisException:
             raise
-        except (PySparkException, Py4JError) as error:
+        except spark_errors() as error:
             failure_by_place = (
                 {}
                 if is_split(error)
@@ -343,12 +342,9 @@ def _failures(stage: Stage, search: Callable[[], Mapping[Place, Failure]]) -> Ge
 @contextmanager
 def _errors(pool: str) -> Generator[None]:
     """EtlError in place of the errors that expressions of views raise."""
-    from py4j.protocol import Py4JError
-    from pyspark.errors import PySparkException
-
     try:
         yield
-    except (PySparkException, Py4JError) as error:
+    except spark_errors() as error:
         split = split_error(pool, error)
         if split is not None:
             raise split from error

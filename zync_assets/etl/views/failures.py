@@ -25,7 +25,7 @@ from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
 from zync_assets.pipeline_file.view_expressions import aggregated, grouped, has_aggregates, ordered
-from zync_assets.spark.failures import MOST, TEXT, cause_line, fails, is_overflow, overflow_records
+from zync_assets.spark.failures import MOST, TEXT, cause_line, fails, is_overflow, overflow_records, spark_errors
 from zync_assets.spark.sql import leaves, name_sql, shape_sql, text_sql
 from zync_assets.spark.tasks import search_settings
 
@@ -62,7 +62,7 @@ def table_failures(
                 for failing_row in failing_rows.selectExpr("failed", "z_at.*").limit(MOST_FAILURES + 1).collect():
                     at = failing_row["topic"], failing_row["partition"], failing_row["offset"]
                     failure_by_place[at] = Failure(*at, *reasons[failing_row["failed"]])
-            except _spark_errors() as error:
+            except spark_errors() as error:
                 if not is_overflow(error):
                     raise
                 failure_by_place |= _overflows_in_rows(rows, "z_at", f"table {name}", expressions)
@@ -148,7 +148,7 @@ def view_failures(maintenance: Maintenance) -> dict[Place, Failure]:
                 return row_failures
             joined_rows = maintenance.joined(where=False)
             return {} if joined_rows is None else _joined_failures(maintenance, joined_rows)
-        except _spark_errors() as error:
+        except spark_errors() as error:
             if not is_overflow(error):
                 raise
             return _overflow_failures(maintenance)
@@ -221,7 +221,7 @@ def _overflows_in_rows(
                     else inside.selectExpr(*hashes)
                 )
                 results.agg(*(_column(f"max(h{number})") for number, _ in enumerate(part_expressions))).collect()
-            except _spark_errors() as error:
+            except spark_errors() as error:
                 if is_overflow(error):
                     return True
                 raise
@@ -235,13 +235,6 @@ def _overflows_in_rows(
             place = topic, part.partition, part.first
             failure_by_place[place] = Failure(*place, rule, f"{expression.text().removesuffix(_WORDS)}{TEXT}")
     return failure_by_place
-
-
-def _spark_errors() -> tuple[type[Exception], ...]:
-    from py4j.protocol import Py4JError
-    from pyspark.errors import PySparkException
-
-    return PySparkException, Py4JError
 
 
 def with_reason(failure_by_place: Mapping[Place, Failure], error: Exception) -> dict[Place, Failure]:
