@@ -307,7 +307,7 @@ def rule_types(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
 
     ``frames``: input topic → records. Raises EtlError with Spark's text, and FieldMissing for a missing field.
     """
-    from pyspark.errors import AnalysisException, ParseException
+    from pyspark.errors import AnalysisException
 
     query = Query(rule)
     topics = {item.alias: item.topic for item in query.view.tables}
@@ -335,7 +335,7 @@ def rule_types(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
             )
             schema = results.selectExpr("*", *choice).schema
             _check_key(rule, schema[KEY].dataType)
-        except (AnalysisException, ParseException) as error:
+        except AnalysisException as error:
             condition = error.getCondition() or ""
             if any(part in condition for part in _UNORDERED) and "MAP" in str(error):
                 raise EtlError(f"rule {rule.name}: {_NO_MAP} Spark says: {short(error)}") from error
