@@ -38,14 +38,14 @@ def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: st
     Every field of the type may be null. Raises EtlError with Spark's text if Spark can't resolve the expression, and
     FieldMissing for a missing field.
     """
-    from pyspark.errors import AnalysisException, ParseException
+    from pyspark.errors import AnalysisException
 
     place = _place(sides, sql)
     result_type = _TYPES.get(place)
     if result_type is None:
         try:
             result_type = _selection(sides, [f"{sql} AS `it`"]).schema["it"].dataType
-        except (AnalysisException, ParseException) as error:
+        except AnalysisException as error:
             kind = FieldMissing if (error.getCondition() or "").startswith(_MISSING) else EtlError
             raise kind(f"rule {rule}, {key}: {sql}: {_field_error(error) or short(error)}") from error
         result_type = nullable(result_type)
@@ -81,7 +81,7 @@ def learn_types(questions: Iterable[Question]) -> None:
 
     If Spark can't resolve an expression, no type is learned. ``expression_type`` then finds the failing expression.
     """
-    from pyspark.errors import AnalysisException, ParseException
+    from pyspark.errors import AnalysisException
 
     groups: dict[tuple[tuple[str, int], ...], list[Question]] = {}
     unknown = {_place(sides, sql): (sides, sql) for sides, sql in questions}
@@ -98,7 +98,7 @@ def learn_types(questions: Iterable[Question]) -> None:
             _selection(group[0][0], [f"{sql} AS `it{next(numbers)}`" for _, sql in group]) for group in groups.values()
         ]
         columns = reduce(lambda one, other: one.crossJoin(other), frames).schema
-    except (AnalysisException, ParseException):
+    except AnalysisException:
         return
     if columns.names == [f"it{number}" for number in range(len(unlearned))]:
         for question, item in zip(unlearned, columns, strict=True):
@@ -378,15 +378,6 @@ def _is_array_of_headers(kind: DataType) -> bool:
         return False
     fields = {item.name.lower(): item.dataType.simpleString() for item in kind.elementType}
     return fields.get("key") == "string" and fields.get("value") in ("string", "binary")
-
-
-def is_envelope(value: DataType) -> bool:
-    """Whether values are those of Debezium: a struct with ``op`` and a row ``after``."""
-    from pyspark.sql.types import StringType, StructType
-
-    if not isinstance(value, StructType) or not {"op", "after"} <= set(value.names):
-        return False
-    return isinstance(value["op"].dataType, StringType) and isinstance(value["after"].dataType, StructType)
 
 
 def key_fields(kind: DataType) -> str:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-from zync_assets.codecs.fields import deletes_sql
-from zync_assets.codecs.spark_types import arrow_type, parse_ddl, spark_type
+import pyarrow as pa
+
+from zync_assets.codecs.fields import deletes_sql, is_envelope
+from zync_assets.codecs.spark_types import parse_ddl
 from zync_assets.errors import LakeError
 from zync_assets.etl.rules.kind import Kind
-from zync_assets.etl.rules.shapes import headers_sql, is_envelope
+from zync_assets.etl.rules.shapes import headers_sql
 from zync_assets.pipeline import Pipeline, Rule, Shape, View, ViewTable
 from zync_assets.spark.sql import leaves, name_sql, shape_sql
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import DataType
 
 _ENVELOPE_DELETES = "value IS NULL OR coalesce(value.op = 'd', false)"
 """Whether a record deletes its row, of an envelope whose type is not known yet."""
@@ -120,7 +118,7 @@ def latest_sql(item: ViewTable, pipeline: Pipeline) -> str:
     value = _value_type(pipeline, item.topic)
     envelope = value is None or is_envelope(value)
     row = item.row or ("value.after" if envelope else "value")
-    deleted = item.deleted or (_ENVELOPE_DELETES if value is None else deletes_sql(arrow_type(value)))
+    deleted = item.deleted or (_ENVELOPE_DELETES if value is None else deletes_sql(value))
     name = f"{pipeline.input(item.topic).pool}.{name_sql(item.topic)}"
     order = "struct(kafka.time, kafka.partition, kafka.offset)" if item.by_time else "kafka.offset"
     latest = f"max_by(CASE WHEN NOT coalesce({deleted}, false) THEN struct({row} AS row) END, {order}) AS latest"
@@ -128,7 +126,7 @@ def latest_sql(item: ViewTable, pipeline: Pipeline) -> str:
     return f"SELECT latest.row AS {item.alias} FROM ({inner}) WHERE latest IS NOT NULL"
 
 
-def _value_type(pipeline: Pipeline, topic: str) -> DataType | None:
+def _value_type(pipeline: Pipeline, topic: str) -> pa.DataType | None:
     """The type of a topic's values in its raw table, else as the pipeline file declares it; None if it is not known."""
     from zync_assets.lake.raw import open_raw
 
@@ -138,10 +136,10 @@ def _value_type(pipeline: Pipeline, topic: str) -> DataType | None:
     with suppress(LakeError):
         state = open_raw(pipeline.lake, item.pool, topic)
     if state is not None and "value" in state.table.schema.names:
-        return spark_type(state.table.schema.field("value").type)
+        return state.table.schema.field("value").type
     if item.value.ddl is None or item.shape is not None:
         return None
-    return spark_type(parse_ddl(item.value.ddl))
+    return parse_ddl(item.value.ddl)
 
 
 def _aliases(view: View, sql: str) -> list[str]:

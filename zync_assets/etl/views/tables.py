@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.fields import deletes_sql, lake_type_of
+from zync_assets.codecs.fields import deletes_sql, is_envelope, lake_type_of
 from zync_assets.codecs.spark_types import arrow_type, parse_ddl, spark_type
 from zync_assets.errors import EtlError, RegistryError
 from zync_assets.etl.rules.shapes import (
     expression_type,
-    is_envelope,
     note_schema,
     schema_of,
     shape_type,
@@ -239,7 +238,7 @@ def table_type(table: Table, frame: DataFrame, state: StagingState | None) -> Ta
     Raises EtlError for an expression that Spark can't resolve, and FieldMissing for a missing field.
     """
     value = schema_of(frame)["value"].dataType
-    envelope = is_envelope(value)
+    envelope = is_envelope(arrow_type(value))
     row_sql = table.row or ("value.after" if envelope else "value")
     is_deleted = f"coalesce({table.deleted}, false)" if table.deleted is not None else deletes_sql(arrow_type(value))
     deleted = f"({is_deleted})"
