@@ -18,10 +18,9 @@ from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.etl.rules.denorm import hash_sql, part_type
 from zync_assets.etl.rules.kind import BLAMED, LOOK_HASH, LOOKED, MISSING, SEVERAL, RuleRecords
 from zync_assets.etl.rules.shapes import has_schema, note_schema, type_sql
-from zync_assets.etl.views.key_filter import KeyFilter, plain_field, with_list
 from zync_assets.etl.views.query import pruned_sql, used_columns
 from zync_assets.etl.views.state import StateFiles, StateReader
-from zync_assets.etl.views.state_index import looked_up_places
+from zync_assets.etl.views.state_index import KeyFilter, looked_up_places, plain_field, with_list
 from zync_assets.etl.views.tables import ROW_VERSION, TableType, table_of, table_type, without_versions
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.staging import StagingState

@@ -41,7 +41,6 @@ from zync_assets.etl.rules.kind import LACKING, OutputColumns, union
 from zync_assets.etl.rules.output_schemas import record_fields
 from zync_assets.etl.rules.shapes import COLUMN as HEADERS
 from zync_assets.etl.rules.shapes import made_sql, type_sql
-from zync_assets.etl.views.key_filter import checkpoint
 from zync_assets.etl.views.query import same_sql
 from zync_assets.etl.views.rebuild import refuse_other_keys
 from zync_assets.lake import staging
@@ -50,6 +49,7 @@ from zync_assets.lake.log import DataFile
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark import frames
+from zync_assets.spark.frames import checkpoint
 from zync_assets.spark.sql import name_sql, path_sql, text_sql
 
 if TYPE_CHECKING:

@@ -269,3 +269,11 @@ def latest_records(frame: DataFrame) -> DataFrame:
     latest = frame.groupBy("key").agg(F.expr(f"max_by(struct({', '.join(other_columns)}), kafka.offset) AS latest"))
     columns = [f"latest.{name} AS {name}" for name in other_columns]
     return latest.where("latest.value IS NOT NULL").selectExpr(columns[0], "key", *columns[1:])
+
+
+def checkpoint(frame: DataFrame, *, eager: bool = True) -> DataFrame:
+    """The frame, with its rows computed only once: now if ``eager``, else at the first use. Its plan reads the computed rows,
+    however long the plan before was. Otherwise, plans that contain plans would grow without end."""
+    from pyspark import StorageLevel
+
+    return frame.localCheckpoint(eager=eager, storageLevel=StorageLevel.DISK_ONLY)

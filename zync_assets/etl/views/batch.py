@@ -33,7 +33,6 @@ from zync_assets.etl.views.changes import (
 )
 from zync_assets.etl.views.differences import DUPLICATE
 from zync_assets.etl.views.failures import check_places, row_checks, table_failures, view_failures, with_reason
-from zync_assets.etl.views.key_filter import checkpoint
 from zync_assets.etl.views.maintenance import Maintenance
 from zync_assets.etl.views.query import Query, rule_types
 from zync_assets.etl.views.rebuild import differences, raw_rows
@@ -59,6 +58,7 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.spark import frames
 from zync_assets.spark.failures import is_of_data, is_overflow, raised_text, spark_errors
+from zync_assets.spark.frames import checkpoint
 from zync_assets.spark.tasks import BATCH_BYTES, MEASURED, planned_once
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from zync_assets.etl.account import Fact
 from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
 from zync_assets.etl.rules.kind import Ordering
 from zync_assets.etl.rules.shapes import made_sql, type_sql
-from zync_assets.etl.views.key_filter import checkpoint
 from zync_assets.etl.views.query import CAUSE, CAUSES, ORD
 from zync_assets.etl.views.state import (
     SAMPLE,
@@ -34,7 +33,7 @@ from zync_assets.etl.views.state import (
 )
 from zync_assets.etl.views.tables import VERSION, TableType, leaves_of, null_sql, place_sql
 from zync_assets.spark.failures import raised_text
-from zync_assets.spark.frames import union
+from zync_assets.spark.frames import checkpoint, union
 from zync_assets.spark.sql import is_placeholder, name_sql, text_sql
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from zync_assets.errors import EtlError
 from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
 from zync_assets.etl.rules.kind import Ordering
 from zync_assets.etl.rules.shapes import made_sql, type_sql
-from zync_assets.etl.views.key_filter import plain_field
 from zync_assets.etl.views.maintenance import Maintenance
 from zync_assets.etl.views.query import KEY, ORD, Query, V
+from zync_assets.etl.views.state_index import plain_field
 from zync_assets.etl.views.tables import TableType, table_of
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.offsets import OffsetRange

@@ -22,32 +22,29 @@ from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.etl.rules.kind import Columns, Ordering, OutputColumns
 from zync_assets.etl.views.changes import Change, RowFailures, cause_sql, no_cause_sql
 from zync_assets.etl.views.differences import differences, keyless_failures, outputs
-from zync_assets.etl.views.key_filter import (
+from zync_assets.etl.views.query import CAUSE, KEY, ORD, Query, V, same_sql
+from zync_assets.etl.views.state import Places, Range, StateFiles, StateReader, is_few
+from zync_assets.etl.views.state_index import (
     KeyFilter,
-    cast_sql,
-    checkpoint,
     integral_column,
     is_kept,
-    key_columns,
-    key_paths,
+    looked_up_places,
     plain_field,
-    substituted,
     with_list,
 )
-from zync_assets.etl.views.query import (
-    CAUSE,
-    KEY,
-    ORD,
-    Query,
-    V,
-    same_sql,
+from zync_assets.etl.views.tables import (
+    ROW_VERSION,
+    TableType,
+    cast_sql,
+    key_columns,
+    key_paths,
+    null_sql,
+    substituted,
+    without_versions,
 )
-from zync_assets.etl.views.state import Places, Range, StateFiles, StateReader, is_few
-from zync_assets.etl.views.state_index import looked_up_places
-from zync_assets.etl.views.tables import ROW_VERSION, TableType, null_sql, without_versions
 from zync_assets.lake.log import DataFile
 from zync_assets.queries import JoinStep
-from zync_assets.spark.frames import union
+from zync_assets.spark.frames import checkpoint, union
 from zync_assets.spark.sql import name_sql, shape_sql
 from zync_assets.spark.tasks import planned_once, sorted_groups
 

@@ -19,8 +19,7 @@ from sqlglot.errors import SqlglotError
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.etl.rules.shapes import has_schema, headers_sql, nullable, type_sql
-from zync_assets.etl.views.key_filter import substituted
-from zync_assets.etl.views.tables import lake_definition, table_of, table_type
+from zync_assets.etl.views.tables import lake_definition, substituted, table_of, table_type
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Rule, Shape, View

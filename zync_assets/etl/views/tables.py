@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.fields import deletes_sql, is_envelope, lake_type_of
 from zync_assets.codecs.spark_types import arrow_type, parse_ddl, spark_type
 from zync_assets.errors import EtlError, RegistryError
@@ -40,7 +41,7 @@ from zync_assets.lake.staging import INDEX, REPLACED, STATE, StagingState
 from zync_assets.lake.storage import wider_schema
 from zync_assets.pipeline import Input, Pipeline, Rule, Shape, SideFormat, ViewTable
 from zync_assets.queries import view_definition
-from zync_assets.spark.sql import name_sql, shape_sql
+from zync_assets.spark.sql import name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -310,6 +311,45 @@ def leaves_of(sql: str, kind: DataType) -> Iterator[tuple[str, DataType]]:
         return
     for item in kind:
         yield from leaves_of(f"{sql}.{name_sql(item.name)}", item.dataType)
+
+
+def key_paths(shape: Shape, path: str) -> list[tuple[str, str]]:
+    """(expression, its place below ``path``) of each field of a key."""
+    if isinstance(shape, str):
+        return [(shape, path)]
+    paths: list[tuple[str, str]] = []
+    for name, part in (shape or {}).items():
+        paths += key_paths(part, f"{path}.{name_sql(name)}")
+    return paths
+
+
+def key_columns(
+    shape: Shape, path: str, column: pa.Array | pa.ChunkedArray
+) -> list[tuple[tuple[str, str], pa.Array | pa.ChunkedArray]]:
+    """The fields of a key (``key_paths``), each with its values in a column of keys."""
+    if isinstance(shape, str):
+        return [((shape, path), column)]
+    columns: list[tuple[tuple[str, str], pa.Array | pa.ChunkedArray]] = []
+    for at, (name, part) in enumerate((shape or {}).items()):
+        columns += key_columns(part, f"{path}.{name_sql(name)}", pc.struct_field(column, [at]))
+    return columns
+
+
+def substituted(shape: Shape, substitutes: Mapping[str, str]) -> Shape:
+    """The shape with other expressions in place of some."""
+    if isinstance(shape, str):
+        return substitutes.get(shape, shape)
+    return None if shape is None else {name: substituted(part, substitutes) for name, part in shape.items()}
+
+
+def cast_sql(shape: Shape, kind: DataType) -> str:
+    """A key as SQL, each field with its type: an equal expression may have a narrower one."""
+    from pyspark.sql.types import StructType
+
+    if isinstance(shape, Mapping) and isinstance(kind, StructType):
+        types = {item.name: item.dataType for item in kind}
+        return f"named_struct({', '.join(f'{text_sql(name)}, {cast_sql(part, types[name])}' for name, part in shape.items())})"
+    return f"CAST({shape_sql(shape)} AS {type_sql(kind)})"
 
 
 def place_sql(sql: str, kind: DataType) -> str:

@@ -13,16 +13,18 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark.sql.types import IntegerType, LongType
 
 from zync_assets import load_pipeline
 from zync_assets.codecs.spark_types import spark_type
 from zync_assets.etl.views import state_index
-from zync_assets.etl.views.key_filter import KeyFilter
 from zync_assets.etl.views.state import StateFiles, StateReader
 from zync_assets.etl.views.state_index import (
+    KeyFilter,
     indexed_columns,
     indexes_of,
     join_columns,
+    listed_values,
     looked_up_places,
     unindexed_rows,
     write_index,
@@ -194,3 +196,15 @@ def test_rows_that_an_index_lacks_are_counted(tmp_path: Path, spark: SparkSessio
     moved = versions(tmp_path, [(1, 7, "a"), (2, 9, "b"), (4, None, "a")])
     (tmp_path / moved.path).replace(tmp_path / file.path)
     assert unindexed_rows(reader, KIND, files) == 3
+
+
+def test_the_least_and_the_greatest_number_of_each_type_are_listed(spark: SparkSession) -> None:
+    for kind, bits in ((IntegerType(), 31), (LongType(), 63)):
+        numbers = [-(2**bits), -1, 2**bits - 1]
+        listed = listed_values(kind, numbers)
+        assert listed is not None
+        [row] = spark.sql(f"SELECT array({', '.join(listed)}) AS numbers").collect()
+        assert row["numbers"] == numbers
+        assert spark.sql(f"SELECT {listed[0]} AS least").schema[0].dataType == kind
+    # No int equals a larger number.
+    assert listed_values(IntegerType(), [7, 2**31, -(2**31) - 1]) == ["7"]
