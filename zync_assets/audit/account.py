@@ -24,7 +24,7 @@ from zync_assets.lake.parquet_rows import FileOffsets, RecentCache, difference, 
 from zync_assets.lake.raw_files import DROPPED as DROPPED_STAGE
 from zync_assets.lake.raw_files import LOSS, RANGE_STAGES
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.lake.staging import StagingState
+from zync_assets.lake.staging import StagingState, entry_columns, entry_paths
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
 
@@ -198,9 +198,8 @@ def _read_file(uri: str) -> _LedgerFile:
     counted: dict[tuple[TopicPartition, str], int | None] = {}
     ended: dict[TopicPartition, list[np.ndarray]] = defaultdict(list)
     names = ("kind", "topic", "partition", "first", "end", "rule", "text", "count")
-    for batch in read_columns(uri, [f"account.{name}" for name in names]):
-        rows = pa.Table.from_batches([batch]).flatten()
-        rows = rows.rename_columns([name.removeprefix("account.") for name in rows.column_names])
+    for batch in read_columns(uri, entry_paths(names)):
+        rows = entry_columns(pa.Table.from_batches([batch]), names)
         _count_waiting(rows, waiting)
         codes = integers(pc.index_in(rows["kind"], pa.array(_KINDS, pa.string())))
         codes[(codes == _COMPLETED) & np.asarray(pc.equal(rows["text"], "dropped").fill_null(False))] += 1
@@ -257,11 +256,8 @@ def read_waiting(state: StagingState) -> pa.Table:
     completed: list[pa.Table] = []
     names = ("kind", "topic", "partition", "first", "rule", "hash", "text", "row")
     for item in state.ledger_files:
-        for batch in read_columns(state.uri(item), [f"account.{name}" for name in names]):
-            rows = pa.Table.from_batches([batch]).flatten()
-            rows = rows.rename_columns([name.removeprefix("account.") for name in rows.column_names])
-            if "row" not in rows.column_names:  # a file of an older version
-                rows = rows.append_column("row", pa.nulls(len(rows), pa.int64()))
+        for batch in read_columns(state.uri(item), entry_paths(names)):
+            rows = entry_columns(pa.Table.from_batches([batch]), names)
             pending.append(rows.filter(pc.equal(rows["kind"], "pending")).drop_columns("kind"))
             completed.append(
                 rows.filter(pc.equal(rows["kind"], "completed")).drop_columns(["kind", "rule", "hash", "text", "row"])

@@ -226,17 +226,13 @@ def _ledger_file(uri: str) -> _LedgerFile:
 
 def _columns(kind: str) -> list[str]:
     """The columns of a ledger file that entries of a kind need."""
-    return [f"account.{name}" for name in ("kind", *_SCHEMAS[kind].names)]
+    return staging.entry_paths(["kind", *_SCHEMAS[kind].names])
 
 
 def _entries(rows: pa.Table, kind: str) -> pa.Table:
     """The entries of a kind. ``rows``: of a ledger file, with the columns of its kind."""
-    entries = rows.flatten()
-    entries = entries.rename_columns([name.removeprefix("account.") for name in entries.column_names])
-    if "row" not in entries.column_names:
-        # A file of an older version has no source rows.
-        entries = entries.append_column("row", pa.nulls(entries.num_rows, pa.int64()))
     schema = _SCHEMAS[kind]
+    entries = staging.entry_columns(rows, ["kind", *schema.names])
     return entries.filter(pc.equal(entries["kind"], kind)).select(schema.names).cast(schema)
 
 

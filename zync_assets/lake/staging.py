@@ -238,6 +238,20 @@ def read_entries(state: StagingState, files: Sequence[DataFile]) -> pa.Table:
     return pa.concat_tables([empty, *(_read(state.uri(item)) for item in files)])
 
 
+def entry_paths(names: Iterable[str]) -> list[str]:
+    """The columns of a ledger file with these fields of the entries."""
+    return [f"account.{name}" for name in names]
+
+
+def entry_columns(rows: pa.Table, names: Sequence[str]) -> pa.Table:
+    """Rows of a ledger file (``entry_paths``) as a column for each field. The entries of older versions have no source rows."""
+    columns = rows.flatten()
+    columns = columns.rename_columns([name.removeprefix("account.") for name in columns.column_names])
+    if "row" in names and "row" not in columns.column_names:
+        columns = columns.append_column("row", pa.nulls(columns.num_rows, pa.int64()))
+    return columns.select(list(names))
+
+
 def commit_batch(
     lake: str,
     pool: str,
