@@ -50,7 +50,6 @@ from zync_assets.etl.result_checks import (
 from zync_assets.etl.retries import carve
 from zync_assets.etl.rule_changes import fingerprints
 from zync_assets.etl.rules.kind import MISSING, SEVERAL, union
-from zync_assets.etl.rules.missing_fields import with_missing_fields
 from zync_assets.etl.rules.results import several_topics
 from zync_assets.etl.views.batch import ViewBatch, view_batch
 from zync_assets.etl.views.changes import APPLIED, RowFailures
@@ -62,6 +61,7 @@ from zync_assets.lake.quarantine_table import QuarantinedRecord, admit
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline_file.missing_fields import with_missing_fields
 from zync_assets.pipeline_file.references import with_lake_names
 from zync_assets.pipeline_file.zed.types import with_topic_types
 from zync_assets.spark.failures import spark_errors, spark_failures

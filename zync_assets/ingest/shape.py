@@ -20,7 +20,6 @@ import pyarrow as pa
 
 from zync_assets.codecs.spark_types import arrow_type, spark_schema
 from zync_assets.errors import SchemaError, ZyncError
-from zync_assets.etl.rules.missing_fields import Expected, expected_fields
 from zync_assets.ingest.files import (
     BatchFiles,
     RangeReading,
@@ -40,6 +39,7 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline, RecordShape, Shape
 from zync_assets.pipeline_file.conditions import without_root
 from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse
+from zync_assets.pipeline_file.missing_fields import Expected, expected_fields
 from zync_assets.pipeline_file.references import shape_in_lake_names
 from zync_assets.spark.failures import (
     MOST,

@@ -6,8 +6,9 @@
     expressions, conditions, references
                          the Spark SQL that a rule may use, and rules that no record can reach; no JVM
     loader               the whole file, and the connections of a file without connections
+    missing_fields       the fields that a rule names before a record has them, for the steps that read the rule
 
-The package needs neither a JVM nor a network.
+The package needs no JVM. Only ``missing_fields`` needs a network: it asks the registry.
 """
 
 from zync_assets.pipeline_file.loader import load_pipeline

@@ -287,7 +287,7 @@ def declared_frame(pipeline: Pipeline, spark: SparkSession, topic: str, frame: D
 def _declared(pipeline: Pipeline, item: Input, side: str) -> DataType | None:
     """The type of keys or values that is known before a record; None where the records tell it."""
     # Spark's workers import this module. The parser of SQL would cost each of them memory.
-    from zync_assets.etl.rules.missing_fields import newest_type
+    from zync_assets.pipeline_file.missing_fields import newest_type
 
     form: SideFormat = getattr(item, side)
     if form.format == "json" and form.ddl is not None:

@@ -12,15 +12,15 @@ import pyarrow as pa
 import pytest
 
 from zync_assets.errors import FieldMissing, RegistryUnavailable
-from zync_assets.etl.rules.missing_fields import (
-    _names,  # pyright: ignore[reportPrivateUsage]
-    newest_type,  # pyright: ignore[reportPrivateUsage]
-)
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake.quarantine_table import EVERYTHING
 from zync_assets.local.services import Services
 from zync_assets.pipeline import RegistryConfig
 from zync_assets.pipeline_file.conditions import TYPED_ARGUMENTS
+from zync_assets.pipeline_file.missing_fields import (
+    _names,  # pyright: ignore[reportPrivateUsage]
+    newest_type,  # pyright: ignore[reportPrivateUsage]
+)
 from zync_assets.quarantine.replay import ReplayCommit
 from zync_assets.runner import replay_all
 from zync_assets_tests.mini import framed, mini
