@@ -296,7 +296,7 @@ def _null_keys(rows: pa.Table) -> pa.ChunkedArray:
 @dataclass(frozen=True)
 class Quarantined:
     """``records``: int64 rows (partition, offset) of the records that could not be decoded, sorted; ``lost``: accepted
-    losses; ``left_out``: int64 rows (partition, first, end) of what the input's shape left out, sorted and not only of the
+    losses; ``left_out``: int64 rows (partition, first, end) of what ingest left out, sorted and not only of the
     ranges; ``entries``: all entries of a partition but for the left-out."""
 
     records: np.ndarray
@@ -312,7 +312,7 @@ class Quarantined:
         return int((rows[:, 2] - rows[:, 1]).sum())
 
     def unexplained(self, partition: int, offsets: np.ndarray) -> np.ndarray:
-        """Those offsets that lie in no accepted loss and that no shape left out."""
+        """Those offsets that lie in no accepted loss and that ingest did not leave out."""
         rows = self.left_out[self.left_out[:, 0] == partition]
         at = np.searchsorted(rows[:, 1], offsets, side="right") - 1
         keep = at < 0

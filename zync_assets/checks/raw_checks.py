@@ -317,7 +317,7 @@ def _count_problems(state: RawState, side: Quarantined) -> Iterator[str]:
     for partition in sorted({*np.unique(side.left_out[:, 0]).tolist(), *state.left_out}):
         total, count = state.left_out.get(partition, 0), side.left_out_records(partition)
         if total != count:
-            yield f"partition {partition}: {total} records were counted as left out by the shape and {count} are there"
+            yield f"partition {partition}: {total} records were counted as left out and {count} are there"
 
 
 def _kafka_offsets(

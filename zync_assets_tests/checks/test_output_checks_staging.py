@@ -299,8 +299,8 @@ def test_records_that_wait_for_a_rule_that_is_gone_are_named(chain: Chain) -> No
 
 def send_late(it: Mini, lsn: int) -> None:
     """Records of both topics. Then more of them with the positions ``lsn``, which some of the records before come after."""
-    for number in (1000, lsn):
-        send(it, ("left", "u", 1, f"left {number}"), ("right", "u", 1, f"right {number}"), lsn=number)
+    for text, number in ("first", 1000), ("second", lsn):
+        send(it, ("left", "u", 1, f"left {text}"), ("right", "u", 1, f"right {text}"), lsn=number)
         ingest(it)
         etl(it)
 

@@ -81,9 +81,16 @@ START, CONTEXT, QUERY, IDLE = (
 )
 
 
-def test_a_command_ends_in_one_line_and_the_next_one_does_its_work(pipeline: Pipeline) -> None:
+@pytest.mark.parametrize(
+    "moments",
+    [[QUERY], pytest.param([START, CONTEXT, QUERY], marks=pytest.mark.slow)],
+    ids=["in a query", "at every moment"],
+)
+def test_a_command_ends_in_one_line_and_the_next_one_does_its_work(
+    pipeline: Pipeline, moments: list[tuple[str, ...]]
+) -> None:
     run(pipeline, "from-kafka")
-    for moment in (START, CONTEXT, QUERY):
+    for moment in moments:
         assert interrupted(pipeline, "etl", *moment) == (130, "interrupted\n")
     assert "records 1 " in run(pipeline, "etl")
 
@@ -92,8 +99,15 @@ def test_a_second_ctrl_c_ends_the_start_of_a_jvm_at_once(pipeline: Pipeline) -> 
     assert interrupted(pipeline, "from-kafka", *START, again=True) == (130, "interrupted\n")
 
 
-def test_the_command_of_all_steps_ends_after_its_commit(pipeline: Pipeline) -> None:
-    for moment, step in (START, "ingest"), (QUERY, "ingest"), (IDLE, "etl"):
+@pytest.mark.parametrize(
+    "moments",
+    [[(IDLE, "ingest")], pytest.param([(START, "ingest"), (QUERY, "ingest"), (IDLE, "etl")], marks=pytest.mark.slow)],
+    ids=["between two rounds", "at every moment"],
+)
+def test_the_command_of_all_steps_ends_after_its_commit(
+    pipeline: Pipeline, moments: list[tuple[tuple[str, ...], str]]
+) -> None:
+    for moment, step in moments:
         code, text = interrupted(pipeline, "run", *moment)
         assert (code, text.startswith(step), "warning" in text, "Traceback" in text) == (0, True, False, False), text
     assert len(read_topic(pipeline, pipeline.outputs[0].topic)) == 1
