@@ -125,9 +125,10 @@ def no_unexplained_loss(
 ) -> CheckResult:
     """Check that a raw table holds every record that Kafka holds below the next offset.
 
-    Each record is exactly once in the raw table or in quarantine, or lies in a range whose loss was accepted or that the
-    input's shape excludes. The quarantine holds as many entries as were counted. The check reads Kafka again, over ``ranges``
-    or every ingested offset. Records that retention removed since are only counted. Raises TopicMissing, BrokerUnavailable.
+    Each record is exactly once in the raw table or in quarantine, or lies in a range whose loss was accepted or that ingest
+    left out: the input's shape excludes the record, or the record repeats an earlier one. The quarantine holds as many entries
+    as were counted. The check reads Kafka again, over ``ranges`` or every ingested offset. Records that retention removed
+    since are only counted. Raises TopicMissing, BrokerUnavailable.
     """
     snapshot = snapshot or Snapshot(pipeline)
     state = snapshot.raw(topic)
@@ -173,7 +174,8 @@ def no_unexplained_loss(
                 problems += _compare(state, side, OffsetRange(part.partition, first, end), reader, totals)
     except DamagedFile as error:
         problems.append(str(error))
-    summary = f"all {totals['compared']} records that Kafka still holds are here once"
+    aside = f" or were left out ({numbers['left_out']} in all)" if numbers.get("left_out") else ""
+    summary = f"all {totals['compared']} records that Kafka still holds are here once{aside}"
     return conclude(NO_LOSS, place, "error", problems, summary, {**totals, **numbers}, look)
 
 

@@ -100,8 +100,7 @@ CLASSES = ("done", "pending", "unmatched", "dropped", "expired")
 INPUT_COLUMNS = (
     *("topic", "partition", "pool", "low", "end", "kept", "next", "lag", "staging", "seen", "new", "cursor"),
     *CLASSES,
-    "quarantined",
-    "way",
+    *("quarantined", "left_out", "way"),
 )
 ORDER_COLUMNS = ("domain", "pool", "waiting", "topic", "partition", "transaction", "late", "incomplete")
 SINK_COLUMNS = ("sink", "table", "source", "partition", "next", "end", "lag", "quarantined")
@@ -201,6 +200,7 @@ def input_rows(
             if mark:
                 row["lag"] = max(0, mark.end - (mark.low if next_offset is None else next_offset))
             if next_offset is not None and table is not None:
+                row["left_out"] = table.left_out.get(partition, 0)
                 row["new"] = next_offset - (position.seen if position else table.first.get(partition, next_offset))
                 # The account counts quarantined records below seen. Here the side table's records at or past seen are added.
                 below = position.seen if position else 0

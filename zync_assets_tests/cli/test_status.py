@@ -47,6 +47,7 @@ def test_inputs_and_outputs_are_at_their_ends(sound_chain: Chain) -> None:
         "dropped": 1,
         "expired": 0,
         "quarantined": 1,
+        "left_out": 0,
         "way": "native",
         "client": way(),
     }
