@@ -137,7 +137,7 @@ METADATA = """
 transactions: {topic: $prefix.transaction}
 """
 
-BURSTS, BURST = 40, 100
+BURSTS, BURST = 50, 100
 """The least number of bursts, and the changes of each."""
 COMMITS = 5
 """The ETL commits that the changes last for at the least."""
