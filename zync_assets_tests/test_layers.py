@@ -16,7 +16,7 @@ PACKAGE = Path(zync_assets.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [path for path in FILES if path.name != "__init__.py"]
 
-MOST_MODULES = 214
+MOST_MODULES = 215
 MOST_LINES = 450
 
 LAYERS = {

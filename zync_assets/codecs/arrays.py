@@ -240,28 +240,28 @@ def python_rows(rows: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
     try:
         return rows.to_pylist(maps_as_pydicts="lossy")
     except (OverflowError, ValueError):
-        numeric_schema = pa.schema([field.with_type(_numeric_type(field.type)) for field in rows.schema])
+        numeric_schema = pa.schema([field.with_type(numeric_type(field.type)) for field in rows.schema])
         numeric_rows = rows.cast(numeric_schema).to_pylist(maps_as_pydicts="lossy")
         return [{field.name: _with_times(row[field.name], field.type) for field in rows.schema} for row in numeric_rows]
 
 
-def _numeric_type(kind: pa.DataType) -> pa.DataType:
+def numeric_type(kind: pa.DataType) -> pa.DataType:
     """The type with a number in place of each time and date."""
     if pa.types.is_timestamp(kind):
         return pa.int64()
     if pa.types.is_date32(kind):
         return pa.int32()
     if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_numeric_type(field.type)) for field in kind])
+        return pa.struct([field.with_type(numeric_type(field.type)) for field in kind])
     if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_numeric_type(kind.value_type)))
+        return pa.list_(kind.value_field.with_type(numeric_type(kind.value_type)))
     if pa.types.is_map(kind):
-        return pa.map_(_numeric_type(kind.key_type), _numeric_type(kind.item_type))
+        return pa.map_(numeric_type(kind.key_type), numeric_type(kind.item_type))
     return kind
 
 
 def _with_times(value: Any, kind: pa.DataType) -> Any:
-    """A value of the type ``_numeric_type(kind)`` as one of ``kind``."""
+    """A value of the type ``numeric_type(kind)`` as one of ``kind``."""
     if value is None:
         return None
     if pa.types.is_timestamp(kind) or pa.types.is_date32(kind):

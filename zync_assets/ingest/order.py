@@ -40,11 +40,14 @@ _FILE_NUMBER = r"\.(?P<number>[0-9]{1,6})$"
 
 @dataclass(frozen=True)
 class Connector:
-    """A kind of Debezium source: the fields that show it, and the position of its records."""
+    """A kind of Debezium source: the fields that show it, and the position of its records. ``unique``: whether no two changes of
+    a row have one position. MySQL gives all changes of a compressed transaction the position of the transaction, and MongoDB's
+    numbers count operations, not changes."""
 
     numbers: frozenset[str]
     texts: frozenset[str]
     position: Callable[[pa.StructArray], Pair]
+    unique: bool
 
     def fits(self, source: pa.DataType) -> bool:
         types = {item.name: item.type for item in source}
@@ -361,8 +364,8 @@ def _mongodb(source: pa.StructArray) -> Pair:
 
 
 _CONNECTORS = (
-    Connector(frozenset({"event_serial_no"}), frozenset({"change_lsn", "commit_lsn"}), _sql_server),
-    Connector(frozenset({"pos", "row"}), frozenset({"file"}), _mysql),
-    Connector(frozenset({"lsn"}), frozenset(), _postgres),
-    Connector(frozenset({"ord", "ts_ms"}), frozenset(), _mongodb),
+    Connector(frozenset({"event_serial_no"}), frozenset({"change_lsn", "commit_lsn"}), _sql_server, unique=True),
+    Connector(frozenset({"pos", "row"}), frozenset({"file"}), _mysql, unique=False),
+    Connector(frozenset({"lsn"}), frozenset(), _postgres, unique=True),
+    Connector(frozenset({"ord", "ts_ms"}), frozenset(), _mongodb, unique=False),
 )

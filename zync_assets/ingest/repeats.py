@@ -5,7 +5,7 @@ A record is a repeat if an earlier record of its partition has the same change: 
 in the log of the source. The time at which the connector made the envelope (``ts_ms``) and the numbers within the transaction
 (``transaction``) may differ. All of ``source`` must be equal: a log that begins anew reaches an old position at another time.
 
-A task of ingest sees whether its records go back (``Carrier``). Only then are the files of the batch searched (``leave_out``),
+A task of ingest sees whether its records go back (``carrier``). Only then are the files of the batch searched (``leave_out``),
 before a commit names them. The orders of the raw table are the positions of the changes that came first, so that statistics
 name the files to search. A tombstone has the position of the delete right before it.
 """
@@ -22,10 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from zync_assets.codecs.arrays import pc, python_rows
+from zync_assets.codecs.arrays import numeric_type, pc
 from zync_assets.errors import DataLoss
-from zync_assets.ingest.order import own_orders
+from zync_assets.ingest.carrier import Longs, Places, position_at
+from zync_assets.ingest.order import connector_of, own_orders
 from zync_assets.ingest.source import TopicSource, read_chunks
 from zync_assets.lake import storage
 from zync_assets.lake.log import DataFile, Order
@@ -37,18 +39,18 @@ from zync_assets.lake.raw_files import (
     RangeWriter,
     dropped_rows,
     order_at,
-    with_orders,
 )
 from zync_assets.offsets import Mark, OffsetRange
 from zync_assets.pipeline import Input
 
 Mask = npt.NDArray[np.bool_]
-Longs = npt.NDArray[np.int64]
 
 _ROWS = 50_000
 _POSITION_COLUMNS = ("kafka.offset", "key", "value.op", "value.source", ORDER)
 _ENVELOPE_TIMES = ("ts_ms", "ts_us", "ts_ns")
 """When the connector made an envelope, in three units."""
+RESTART_MILLIS = 1000
+"""The least time between two records of one change."""
 REPEAT = "the connector sent this change again"
 """The text of the left-out records in the side table."""
 
@@ -58,118 +60,6 @@ def has_positions(item: Input) -> bool:
     ``order.by`` need not tell two changes apart."""
     order = item.order
     return item.shape is None and (order is None or not (order.time or order.transactions or order.by is not None))
-
-
-class Carrier:
-    """Gives the records of one part their carried orders, batch by batch.
-
-    ``first``, ``last``: the orders at both ends; ``position``: the first position of a record. ``goes_back``: whether a record
-    has a position that is not above the orders of the records before. Such a record may be a repeat. Of records with one
-    position, only those with one key count: PostgreSQL gives the rows of a COPY one position.
-    """
-
-    def __init__(self, orders: Mapping[int, Order] | None, partition: int) -> None:
-        """``orders``: as in ``RangeReading``. The records begin at the partition's order."""
-        self.first: Order | None = None
-        self.last = None if orders is None else orders.get(partition, LOWEST)
-        self.position: Order | None = None
-        self.goes_back = False
-        self._last_keys: pa.Array | None = None
-        """The keys of the last records, which have the order ``last``. None while these records began before the part."""
-
-    def carry(self, records: pa.RecordBatch) -> pa.RecordBatch:
-        own_orders = records.column(ORDER) if ORDER in records.schema.names else None
-        before = self.last or LOWEST
-        records, self.last = with_orders(records, self.last)
-        if not records.num_rows:
-            return records
-        if self.first is None:
-            self.first = order_at(records.column(ORDER), 0) if ORDER in records.schema.names else LOWEST
-        if own_orders is not None and not self.goes_back:
-            keys = records.column("key") if "key" in records.schema.names else pa.nulls(records.num_rows)
-            if _ascends(own_orders, before):
-                self.position = self.position or order_at(own_orders, 0)
-                self._last_keys = keys.slice(len(keys) - 1)
-                return records
-            places = _Places(own_orders, records.column(ORDER), before)
-            if self.position is None:
-                self.position = next((_order(places, at) for at in np.flatnonzero(places.valid).tolist()), None)
-            self.goes_back = self._goes_back(keys, places)
-        return records
-
-    def _goes_back(self, keys: pa.Array, places: _Places) -> bool:
-        if places.below.any():
-            return True
-        # The runs of one order. Run 0 goes on from the records before.
-        runs = np.cumsum(places.valid & ~places.equal)
-        goes_on = (places.equal & (runs == 0)).any()
-        if goes_on and self._last_keys is None:
-            return True
-        last_keys = keys.filter(pa.array(places.valid & (runs == runs[-1])))
-        earlier_keys = keys.slice(0, 0)
-        if self._last_keys is not None and self._last_keys.type.equals(keys.type):
-            earlier_keys = self._last_keys
-        if runs[-1] > 0:
-            self._last_keys = last_keys
-        elif self._last_keys is not None:
-            self._last_keys = pa.concat_arrays([earlier_keys, last_keys])
-        if not places.equal.any():
-            return False
-        in_run = places.valid & np.isin(runs, runs[places.equal])
-        all_runs = np.concatenate([np.zeros(len(earlier_keys), np.int64), runs[in_run]])
-        all_keys = pa.concat_arrays([earlier_keys, keys.filter(pa.array(in_run))])
-        codes = all_runs * (len(all_keys) + 1) + _codes(all_keys)
-        return len(np.unique(codes)) < len(codes)
-
-
-def _ascends(own_orders: pa.StructArray, before: Order) -> bool:
-    """Whether each record has a position above the one before: the common case, in a tenth of the time of ``_Places``."""
-    if own_orders.null_count:
-        return False
-    high, low = (
-        np.concatenate([[floor], pc.struct_field(own_orders, name).to_numpy(zero_copy_only=False)])
-        for name, floor in zip(ORDER_TYPE.names, before, strict=True)
-    )
-    return bool(((high[1:] > high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] > low[:-1]))).all())
-
-
-class _Places:
-    """How the own orders of a partition's records lie to the carried orders. ``before``: the order before the records.
-
-    ``valid``: the record has a position, and is no snapshot; ``below``: the position is below the order of the records before;
-    ``equal``: the position is that order.
-    """
-
-    def __init__(self, own_orders: pa.StructArray, orders: pa.StructArray, before: Order) -> None:
-        own, carried = (
-            [pc.fill_null(pc.struct_field(part, name), 0).to_numpy(zero_copy_only=False) for name in ("high", "low")]
-            for part in (own_orders, orders)
-        )
-        has_order = own_orders.is_valid().to_numpy(zero_copy_only=False)
-        self.valid = has_order & (own[0] != LOWEST[0])
-        self.below = self.valid & ((own[0] != carried[0]) | (own[1] != carried[1]))
-        self.equal = self.valid & ~self.below
-        for values, floor, order in zip(own, before, carried, strict=True):
-            self.equal &= values == np.concatenate([[floor], order[:-1]])
-        self.own = np.column_stack(own)
-
-
-def _order(places: _Places, at: int) -> Order:
-    return int(places.own[at, 0]), int(places.own[at, 1])
-
-
-def _codes(array: pa.Array) -> Longs:
-    """A number for each value of an array, the same for equal values, below the array's length."""
-    if pa.types.is_struct(array.type):
-        codes = array.is_valid().to_numpy(zero_copy_only=False).astype(np.int64)
-        for child in array.flatten():
-            codes = np.unique(codes * (len(array) + 1) + _codes(child), return_inverse=True)[1]
-        return codes
-    try:
-        return array.dictionary_encode("encode").indices.to_numpy().astype(np.int64)
-    except pa.ArrowNotImplementedError:  # lists and maps
-        numbers: dict[str, int] = {}
-        return np.array([numbers.setdefault(repr(value), len(numbers)) for value in array.to_pylist()], np.int64)
 
 
 @dataclass(frozen=True)
@@ -203,18 +93,22 @@ class Remainder:
 
 
 class _Candidate(NamedTuple):
-    """A record that may be a repeat. ``order``: its position; ``is_below``: the position is below the orders before."""
+    """A record that may be a repeat. ``order``: its position; ``is_below``: the position is below the orders before;
+    ``delete``: the offset of the delete before a tombstone, if the delete is among the new records."""
 
     order: Order
     is_below: bool
+    delete: int | None = None
 
 
 class _Change(NamedTuple):
     """The change of a record. ``key``: a digest of order, key, and whether the record is a tombstone; ``content``: a digest of
-    order, key and value."""
+    order, key and value; ``creates``: whether it creates a row; ``time``: of the envelope, in milliseconds since the epoch."""
 
     key: bytes
     content: bytes
+    creates: bool
+    time: int | None
 
 
 def leave_out(search: PartitionSearch) -> Remainder:
@@ -254,26 +148,35 @@ def _candidates(search: PartitionSearch) -> dict[int, _Candidate]:
         for rows in storage.read_parts(storage.join(search.uri, item.path), _ROWS, _POSITION_COLUMNS):
             if ORDER not in rows.column_names or "value" not in rows.column_names:
                 continue
+            if not identifies_changes(rows.schema.field("value").type):
+                return {}
             records = rows.combine_chunks().to_batches()[0]
             values, offsets = records.column("value"), pc.struct_field(records.column("kafka"), "offset").to_pylist()
-            places = _Places(_own_orders(search.source, records), records.column(ORDER), before)
+            places = Places(_own_orders(search.source, records), records.column(ORDER), before)
             before = order_at(records.column(ORDER), -1)
             keys = records.column("key") if "key" in records.schema.names else pa.nulls(len(values))
             has_key = keys.is_valid().to_numpy(zero_copy_only=False)
             for at in np.flatnonzero(places.below | (places.equal & has_key)).tolist():
-                candidates[offsets[at]] = _Candidate(_order(places, at), bool(places.below[at]))
+                candidates[offsets[at]] = _Candidate(position_at(places, at), bool(places.below[at]))
             if not has_begun and not values[0].is_valid:
                 delete = _delete_before(search)
             has_begun = True
             is_delete = _is_delete(values)
             for at in np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False)).tolist():
                 if at > 0:
-                    delete = _delete_at(keys, at - 1, candidates.get(offsets[at - 1])) if is_delete[at - 1] else None
+                    delete = _delete_at(keys, at - 1, candidates, offsets[at - 1]) if is_delete[at - 1] else None
                 if delete is not None and delete.key == _key_at(keys, at):
                     candidates[offsets[at]] = delete.candidate
             last = len(values) - 1
-            delete = _delete_at(keys, last, candidates.get(offsets[last])) if is_delete[last] else None
+            delete = _delete_at(keys, last, candidates, offsets[last]) if is_delete[last] else None
     return candidates
+
+
+def identifies_changes(value: pa.DataType) -> bool:
+    """Whether ``source`` identifies a change of a row: by a position that is unique in the log, and by the time of the change.
+    A log that begins anew reaches an old position at another time."""
+    connector = connector_of(value)
+    return connector is not None and connector.unique and value.field("source").type.get_field_index("ts_ms") >= 0
 
 
 def _own_orders(source: TopicSource, records: pa.RecordBatch) -> pa.StructArray:
@@ -296,12 +199,15 @@ class _Delete(NamedTuple):
     candidate: _Candidate
 
 
-def _delete_at(keys: pa.Array, at: int, candidate: _Candidate | None) -> _Delete | None:
-    return None if candidate is None or not keys[at].is_valid else _Delete(_key_at(keys, at), candidate)
+def _delete_at(keys: pa.Array, at: int, candidates: Mapping[int, _Candidate], offset: int) -> _Delete | None:
+    candidate = candidates.get(offset)
+    if candidate is None or not keys[at].is_valid:
+        return None
+    return _Delete(_key_at(keys, at), candidate._replace(delete=offset))
 
 
 def _key_at(keys: pa.Array, at: int) -> Any:
-    return _content(python_rows(pa.record_batch([keys.slice(at, 1)], ["key"]))[0]["key"])
+    return _content(_python_rows(pa.record_batch([keys.slice(at, 1)], ["key"]))[0]["key"])
 
 
 def _delete_before(search: PartitionSearch) -> _Delete | None:
@@ -319,74 +225,127 @@ def _delete_before(search: PartitionSearch) -> _Delete | None:
         order = records.column(ORDER)[0] if ORDER in records.schema.names else pa.scalar(None)
         if "value" in records.schema.names and order.is_valid and _is_delete(records.column("value"))[0]:
             own = order["high"].as_py(), order["low"].as_py()
-            return _delete_at(records.column("key"), 0, _Candidate(own, own < search.before))
+            return _Delete(_key_at(records.column("key"), 0), _Candidate(own, own < search.before))
     return None
 
 
 def _repeats(search: PartitionSearch, candidates: Mapping[int, _Candidate]) -> set[int]:
-    """The offsets of the candidates that repeat a change.
+    """The offsets of the candidates that repeat a change: one earlier record, and no other, has the position and the key, and its
+    content is the same.
 
-    A position below the orders before: an earlier record has the change. The position of the records right before: the last
-    record with its key and this position has the change. A position that several changes share is no proof: MySQL gives the
-    changes of a compressed transaction one position, and a row may get an old value back.
+    A creation at the position of the record right before may be an equal row of a table without a primary key. It is a repeat
+    only if the connector made it RESTART_MILLIS later: a restart takes longer, and the rows of a COPY come at once.
     """
     repeats = set[int]()
-    contents = set[bytes]()
-    last_contents: dict[bytes, bytes] = {}
+    changes: dict[bytes, _Change | None] = {}
+    """The change with a position and a key; None where there are several."""
     for offset, order, key, value in _rows(search, candidates):
         candidate = candidates.get(offset)
         change = _change(candidate.order if candidate else order, key, value)
-        if candidate is not None:
-            is_known = (
-                change.content in contents if candidate.is_below else last_contents.get(change.key) == change.content
-            )
-            if is_known:
+        earlier = changes.get(change.key)
+        if candidate is not None and earlier is not None and earlier.content == change.content:
+            follows_repeat = candidate.delete is None or candidate.delete in repeats
+            if follows_repeat and (candidate.is_below or not change.creates or _is_later(earlier, change)):
                 repeats.add(offset)
                 continue
-        contents.add(change.content)
-        last_contents[change.key] = change.content
+        changes[change.key] = None if change.key in changes else change
     return repeats
 
 
+def _is_later(earlier: _Change, change: _Change) -> bool:
+    return earlier.time is not None and change.time is not None and change.time - earlier.time >= RESTART_MILLIS
+
+
 def _rows(search: PartitionSearch, candidates: Mapping[int, _Candidate]) -> Iterator[tuple[int, Order, Any, Any]]:
-    """The candidates and the records with their orders, by offset: offset, carried order, key and value."""
-    orders = {candidate.order for candidate in candidates.values()}
-    highs, lows = (np.array(sorted({order[side] for order in orders}), np.int64) for side in (0, 1))
-    offsets = np.array(sorted(candidates), np.int64)
-    earlier_files = [item for item in search.earlier_files if _meets(item, highs)]
-    for item in (*sorted(earlier_files, key=lambda item: item.first or 0), *search.files):
-        uri = storage.join(search.uri, item.path)
-        places = storage.read_file(uri, ["kafka.offset", ORDER]).combine_chunks()
-        if ORDER not in places.column_names:
+    """The records at the candidates' positions, by offset: offset, position (of a tombstone: carried order), key and value.
+    Without the candidates whose position no other record has."""
+    orders = _pairs(*(np.array([item.order[side] for item in candidates.values()], np.int64) for side in (0, 1)))
+    offsets = np.fromiter(candidates, np.int64, len(candidates))
+    earlier_files = sorted(search.earlier_files, key=lambda item: item.first or 0)
+    places = [
+        (item, *_at_orders(storage.join(search.uri, item.path), orders))
+        for item in earlier_files
+        if _meets(search.uri, item, orders)
+    ]
+    places += [(item, *_at_orders(storage.join(search.uri, item.path), orders)) for item in search.files]
+    known_orders = np.concatenate([pairs for _, _, pairs in places])
+    offsets = offsets[np.isin(orders, known_orders)]
+    for item, near_offsets, _ in places:
+        inside = offsets[(offsets >= (item.first or 0)) & (offsets <= (item.last or 0))]
+        wanted = pa.array(np.union1d(near_offsets, inside))
+        if not len(wanted):
             continue
-        file_offsets = pc.struct_field(places["kafka"], "offset").to_numpy()
-        high, low = (
-            pc.fill_null(pc.struct_field(places[ORDER], name), floor).to_numpy()
+        for rows in storage.read_parts(storage.join(search.uri, item.path), _ROWS):
+            near_rows = rows.filter(pc.is_in(pc.struct_field(rows["kafka"], "offset"), wanted))
+            if not near_rows.num_rows:
+                continue
+            batch = near_rows.combine_chunks().to_batches()[0]
+            sides = batch.select([name for name in ("key", "value") if name in batch.schema.names])
+            orders_of_rows = pc.coalesce(_own_orders(search.source, batch), batch.column(ORDER)).to_pylist()
+            row_offsets = pc.struct_field(batch.column("kafka"), "offset").to_pylist()
+            for offset, order, row in zip(row_offsets, orders_of_rows, _python_rows(sides), strict=True):
+                yield offset, (order["high"], order["low"]), row.get("key"), row.get("value")
+
+
+def _pairs(high: Longs, low: Longs) -> npt.NDArray[np.void]:
+    pairs = np.empty(len(high), [("high", np.int64), ("low", np.int64)])
+    pairs["high"], pairs["low"] = high, low
+    return pairs
+
+
+def _at_orders(uri: str, orders: npt.NDArray[np.void]) -> tuple[Longs, npt.NDArray[np.void]]:
+    """The offsets of a file's records with some carried orders, and these orders."""
+    table = storage.read_file(uri, ["kafka.offset", ORDER]).combine_chunks()
+    if ORDER not in table.column_names:
+        return np.array([], np.int64), orders[:0]
+    pairs = _pairs(
+        *(
+            pc.fill_null(pc.struct_field(table[ORDER], name), floor).to_numpy()
             for name, floor in zip(ORDER_TYPE.names, LOWEST, strict=True)
         )
-        is_near = (np.isin(high, highs) & np.isin(low, lows)) | np.isin(file_offsets, offsets)
-        if not is_near.any():
-            continue
-        near_offsets = pa.array(file_offsets[is_near])
-        for rows in storage.read_parts(uri, _ROWS, ["kafka.offset", "key", "value", ORDER]):
-            near_rows = rows.filter(pc.is_in(pc.struct_field(rows["kafka"], "offset"), near_offsets))
-            for row in python_rows(near_rows):
-                order = row[ORDER] or dict(zip(ORDER_TYPE.names, LOWEST, strict=True))
-                yield row["kafka"]["offset"], (order["high"], order["low"]), row.get("key"), row.get("value")
+    )
+    is_near = np.isin(pairs, orders)
+    return pc.struct_field(table["kafka"], "offset").to_numpy()[is_near], pairs[is_near]
 
 
-def _meets(item: DataFile, highs: Longs) -> bool:
-    """Whether a file of the raw table may have a record with one of the orders. ``highs``: their first parts, ascending."""
-    if item.max_order is None or item.max_order[0] < highs[0]:
-        return False
-    return item.min_order is None or item.min_order[0] <= highs[-1]
+def _meets(table_uri: str, item: DataFile, orders: npt.NDArray[np.void]) -> bool:
+    """Whether a file of the raw table may have a record with one of the orders. Delta's log has statistics of the first columns
+    alone. The file's footer tells of the others."""
+    lowest, highest = orders["high"].min(), orders["high"].max()
+    if item.min_order is not None and item.max_order is not None:
+        return bool(item.min_order[0] <= highest and lowest <= item.max_order[0])
+    uri = storage.join(table_uri, item.path)
+    system, path = storage.filesystem(uri)
+    with storage.access_errors(uri, "can't be read"):
+        footer = pq.read_metadata(path, filesystem=system)
+    for number in range(footer.num_row_groups):
+        group = footer.row_group(number)
+        for column in (group.column(place) for place in range(group.num_columns)):
+            if column.path_in_schema == f"{ORDER}.high":
+                statistics = column.statistics
+                if statistics is None or not statistics.has_min_max:
+                    return True
+                if statistics.min <= highest and lowest <= statistics.max:
+                    return True
+    return False
 
 
 def _change(order: Order, key: Any, value: Any) -> _Change:
+    time, creates = None, False
     if isinstance(value, Mapping):
+        time, creates = value.get("ts_ms"), value.get("op") == "c"
         value = {name: part for name, part in value.items() if name not in (*_ENVELOPE_TIMES, "transaction")}
     key_content = _content(key)
-    return _Change(_digest(order, key_content, value is None), _digest(order, key_content, _content(value)))
+    digests = _digest(order, key_content, value is None), _digest(order, key_content, _content(value))
+    return _Change(*digests, creates, time if isinstance(time, int) else None)
+
+
+def _python_rows(rows: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
+    """The rows by column names. Maps are lists of pairs. If Python can't hold a time, all times of the rows are numbers."""
+    try:
+        return rows.to_pylist()
+    except (OverflowError, ValueError):
+        return rows.cast(pa.schema([item.with_type(numeric_type(item.type)) for item in rows.schema])).to_pylist()
 
 
 def _digest(*content: Any) -> bytes:
@@ -398,9 +357,12 @@ def _content(value: Any) -> Any:
     with numbers in their shortest form."""
     if isinstance(value, Mapping):
         return sorted((name, _content(part)) for name, part in value.items() if part is not None)
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_content(part) for part in value]
-    return format(value.normalize(), "f") if isinstance(value, Decimal) and value.is_finite() else value
+    if isinstance(value, Decimal):
+        text = format(value, "f")
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    return value
 
 
 class Gaps:

@@ -18,8 +18,9 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.evolution import conform, holds
 from zync_assets.errors import ZyncError
 from zync_assets.etl.rules.output_schemas import type_notes
+from zync_assets.ingest.carrier import Carrier
 from zync_assets.ingest.order import has_orders, source_name
-from zync_assets.ingest.repeats import Carrier, Gaps
+from zync_assets.ingest.repeats import Gaps
 from zync_assets.ingest.source import NewSchema, TopicSource, read_chunks
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.raw import ORDER

@@ -98,18 +98,20 @@ class EventReader(TopicReader):
 
     events: Sequence[Event] = ()
     chunk: int = 2
+    rate: int = 1000
+    """Milliseconds between two records."""
 
     def records(self, part: OffsetRange, end: ReadEnd) -> Iterator[pa.RecordBatch]:
         for first in range(part.first, part.end, self.chunk):
-            yield records_of(self.events, range(first, min(part.end, first + self.chunk)))
+            yield records_of(self.events, range(first, min(part.end, first + self.chunk)), self.rate)
 
 
-def records_of(events: Sequence[Event], offsets: Iterable[int]) -> pa.RecordBatch:
+def records_of(events: Sequence[Event], offsets: Iterable[int], rate: int) -> pa.RecordBatch:
     rows = [
         {
             "kafka": {"topic": "t", "partition": 0, "offset": offset, "time": EPOCH + timedelta(milliseconds=offset)},
             "key": None if events[offset].id is None else {"id": events[offset].id},
-            "value": events[offset].value(offset),
+            "value": events[offset].value(rate * offset),
         }
         for offset in offsets
     ]
@@ -129,7 +131,9 @@ class Table:
     orders: dict[int, Order] = field(default_factory=dict)
 
 
-def ingested(events: Sequence[Event], batches: Sequence[Sequence[OffsetRange]], chunk: int = 2) -> list[int]:
+def ingested(
+    events: Sequence[Event], batches: Sequence[Sequence[OffsetRange]], chunk: int = 2, rate: int = 1000
+) -> list[int]:
     """The offsets that the raw table has after the batches. A batch has a part for each task."""
     table = Table()
     source = TopicSource({}, None, "t", SIDE, SIDE, KEY, VALUE)
@@ -139,7 +143,7 @@ def ingested(events: Sequence[Event], batches: Sequence[Sequence[OffsetRange]], 
         for parts in batches:
             orders = dict(table.orders) or None
             reading = RangeReading(None, lake, INPUT, source, parts, 0, SCHEMA, 1, orders=orders)  # type: ignore[arg-type]
-            reader = EventReader(source, parts, 0, {}, orders, {}, None, "", events, chunk)
+            reader = EventReader(source, parts, 0, {}, orders, {}, None, "", events, chunk, rate)
             ends = [write_part(reader, index, reading.uri) for index in range(len(parts))]
             files, _, table.orders = carry_times(reading, batch_files(reading, ends, SCHEMA, [], {}))
             files = without_repeats(reading, files, table)  # type: ignore[arg-type]
@@ -155,7 +159,7 @@ def ingested(events: Sequence[Event], batches: Sequence[Sequence[OffsetRange]], 
 
 
 def chunk_of(events: Sequence[Event], part: OffsetRange) -> RecordChunk:
-    records = records_of(events, range(part.first, part.end))
+    records = records_of(events, range(part.first, part.end), 1000)
     return RecordChunk(records, records.slice(0, 0), 0, Mark(part.first, 0))
 
 
@@ -243,12 +247,42 @@ def whole(*events: Event) -> list[int]:
 
 
 def test_changes_of_one_position_and_key_are_changes_unless_the_last_one_comes_again() -> None:
-    """MySQL gives the changes of a compressed transaction one position. A row may get an old value back."""
     there, back = Event(1, 10, 0, 1), Event(1, 10, 1, 0)
     assert whole(there, back, there) == [0, 1, 2]
     assert whole(there, there) == [0]
     following = Event(1, 11, 1, 2)
-    assert whole(there, back, there, following, there, back, there, following) == [0, 1, 2, 3]
+    assert whole(there, back, there, following, there, back, there, following) == [0, 1, 2, 3, 4, 5, 6]
+    created, deleted, tombstone = Event(2, 20, None, 1), Event(2, 20, 1, None), Event(2, None)
+    assert whole(created, deleted, tombstone, created, deleted, tombstone) == [0, 1, 2, 3, 4, 5]
+
+
+def test_equal_rows_that_come_at_once_are_rows_of_a_table_without_a_primary_key() -> None:
+    """A key of ``message.key.columns`` is not unique, and PostgreSQL gives the rows of a COPY one position."""
+    row = Event(1, 10, None, 1)
+    assert ingested([row, row], [[OffsetRange(0, 0, 2)]], rate=1) == [0, 1]
+    assert ingested([row, row], [[OffsetRange(0, 0, 2)]], rate=1000) == [0]
+
+
+@pytest.mark.parametrize(
+    ("connector", "fields", "is_unique"),
+    [
+        ("PostgreSQL", {"lsn": pa.int64(), "ts_ms": pa.int64()}, True),
+        ("PostgreSQL without a time", {"lsn": pa.int64()}, False),
+        (
+            "SQL Server",
+            {"change_lsn": pa.string(), "commit_lsn": pa.string(), "event_serial_no": pa.int64(), "ts_ms": pa.int64()},
+            True,
+        ),
+        ("MySQL", {"file": pa.string(), "pos": pa.int64(), "row": pa.int32(), "ts_ms": pa.int64()}, False),
+        ("MongoDB", {"ord": pa.int32(), "ts_ms": pa.int64()}, False),
+    ],
+)
+def test_a_source_whose_positions_several_changes_share_has_no_repeats(
+    connector: str, fields: dict[str, pa.DataType], is_unique: bool
+) -> None:
+    """In a compressed transaction of MySQL, a row may get an old value back at an old position."""
+    source = pa.struct({"connector": pa.string(), "snapshot": pa.string(), **fields}.items())
+    assert repeats.identifies_changes(pa.struct([("op", pa.string()), ("source", source)])) == is_unique, connector
 
 
 def test_a_record_that_differs_is_another_change() -> None:
@@ -264,7 +298,8 @@ def test_without_a_key_a_position_below_the_last_one_is_needed() -> None:
     """A table without a primary key may have equal rows, and PostgreSQL gives the rows of a COPY one position."""
     row, later = Event(None, 10, None, 1), Event(None, 20, None, 1)
     assert whole(row, row, later) == [0, 1, 2]
-    assert whole(row, row, later, row, row, later) == [0, 1, 2, 5]
+    assert whole(row, row, later, row, row, later) == [0, 1, 2, 3, 4, 5]
+    assert whole(row, later, row, later) == [0, 1, 3]
 
 
 ENVELOPE = (
