@@ -125,10 +125,10 @@ def no_unexplained_loss(
 ) -> CheckResult:
     """Check that a raw table holds every record that Kafka holds below the next offset.
 
-    Each record is exactly once in the raw table or in quarantine, or lies in a range whose loss was accepted or that ingest
-    left out: the input's shape excludes the record, or the record repeats an earlier one. The quarantine holds as many entries
-    as were counted. The check reads Kafka again, over ``ranges`` or every ingested offset. Records that retention removed
-    since are only counted. Raises TopicMissing, BrokerUnavailable.
+    Each record is exactly once in the raw table or in quarantine, or lies in a range whose loss was accepted, or in a range
+    that ingest left out. Ingest leaves out the records that the input's shape excludes, and repeats. The quarantine holds
+    as many entries as were counted. The check reads Kafka again, over ``ranges`` or every ingested offset. Records that
+    retention removed since are only counted. Raises TopicMissing, BrokerUnavailable.
     """
     snapshot = snapshot or Snapshot(pipeline)
     state = snapshot.raw(topic)

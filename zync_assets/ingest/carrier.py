@@ -23,8 +23,8 @@ class Carrier:
     """Gives the records of one part their carried orders, batch by batch.
 
     ``first``, ``last``: the orders at both ends; ``position``: the first position of a record. ``goes_back``: whether a record
-    has a position that is not above the orders of the records before. Such a record may be a repeat. Of records with one
-    position, only those with one key count: PostgreSQL gives the rows of a COPY one position.
+    has a position that is not above the orders of the records before. Such a record may be a repeat. A record with
+    the position of the record before counts only if both have one key: PostgreSQL gives the rows of a COPY one position.
     """
 
     def __init__(self, orders: Mapping[int, Order] | None, partition: int) -> None:

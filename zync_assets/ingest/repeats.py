@@ -1,9 +1,10 @@
 """Changes that a connector sends again: which new records of a partition repeat a change that the raw table has.
 
-A connector that was killed sends the changes since its last committed position again. Kafka holds them twice, at two offsets.
-A record is a repeat if an earlier record of its partition has the same change: the same key and value, with the same position
-in the log of the source. The time at which the connector made the envelope (``ts_ms``) and the numbers within the transaction
-(``transaction``) may differ. All of ``source`` must be equal: a log that begins anew reaches an old position at another time.
+A connector that was killed sends the changes since its last committed position again. Kafka holds them twice, at two
+offsets. A record is a repeat if exactly one earlier record of its partition has its key and its position in the log of the
+source, and the values are equal. Only connectors with unique positions have repeats: PostgreSQL's and SQL Server's. The
+time at which the connector made the envelope (``ts_ms``) and the numbers within the transaction (``transaction``) may
+differ. All of ``source`` must be equal: a log that begins anew reaches an old position at another time.
 
 A task of ingest sees whether its records go back (``carrier``). Only then are the files of the batch searched (``leave_out``),
 before a commit names them. The orders of the raw table are the positions of the changes that came first, so that statistics
@@ -369,7 +370,7 @@ class Gaps:
     """The offsets of left-out records, as ranges. No range spans a missing offset, because that record may be in quarantine."""
 
     def __init__(self, text: str | None = None) -> None:
-        """``text``: why the records are left out; None for those that a shape excludes."""
+        """``text``: why the records are left out. A shape excludes records without a text."""
         self._text = text
         self._open_range: tuple[pa.StructArray, int, int] | None = None
 

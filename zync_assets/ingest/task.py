@@ -65,8 +65,7 @@ class TaskEnd:
 
     ``files``: data files with their schemas; ``dropped``: side files with the offset ranges that the shape excludes;
     ``left_out``: the number of excluded records; ``first_order``: the order of the first record; ``last_order``: the order of
-    the last record, None where no record has an order; ``position``,
-    ``goes_back``: as in ``Carrier``.
+    the last record, None where no record has an order; ``position``, ``goes_back``: as in ``Carrier``.
     """
 
     read: ReadEnd

@@ -79,8 +79,9 @@ BAD_SCHEMA = pa.schema(
 
 LOSS, DROPPED = "lost", "dropped"
 RANGE_STAGES = (LOSS, DROPPED)
-"""Entries that stand for the offsets from ``kafka.offset`` to before ``end``, ``key`` and ``value`` null: retention removed
-them before they were ingested; or these records are left out: the input's shape excludes them, or they repeat earlier ones."""
+"""Entries that stand for the offsets from ``kafka.offset`` to before ``end``. Their ``key`` and ``value`` are null.
+
+LOSS: retention removed the records before ingest. DROPPED: ingest left the records out, by the input's shape or as repeats."""
 
 
 def raw_schema(key: pa.DataType, value: pa.DataType) -> pa.Schema:
@@ -111,8 +112,8 @@ def loss_rows(topic: str, ranges: Iterable[OffsetRange], now: int) -> list[pa.Re
 def dropped_rows(kafka: pa.StructArray, firsts: pa.Array, ends: pa.Array, text: str | None) -> pa.RecordBatch:
     """Side-table rows for records that are left out, one row per range of consecutive records.
 
-    ``kafka``: the ``kafka`` struct of one record per range, of which only place and time are kept; ``text``: why they are left
-    out, None for those that the input's shape excludes.
+    ``kafka``: the ``kafka`` struct of one record per range, of which only place and time are kept; ``text``: why the records
+    are left out. The records that a shape excludes have no text.
     """
     count = len(firsts)
     columns = dict(zip(KAFKA_TYPE.names, kafka.flatten(), strict=True))
