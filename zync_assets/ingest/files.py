@@ -24,7 +24,7 @@ from zync_assets.codecs.spark_types import arrow_type
 from zync_assets.errors import SchemaError
 from zync_assets.etl.rules import output_schemas
 from zync_assets.etl.rules.output_schemas import Notes, shape_notes
-from zync_assets.ingest.repeats import PartitionSearch, Remainder, has_positions, leave_out
+from zync_assets.ingest.repeats import PartitionSearch, Remainder, has_positions, identifies_changes, leave_out
 from zync_assets.ingest.source import NewSchema, TopicSource, first_schemas, notes_of, with_schemas, with_side_notes
 from zync_assets.ingest.task import TaskEnd, TopicReader, Types, write_part
 from zync_assets.lake import quarantine_table, raw, storage, tables
@@ -285,7 +285,8 @@ def carry_times(reading: RangeReading, batch: BatchFiles) -> tuple[BatchFiles, d
 def without_repeats(reading: RangeReading, batch: BatchFiles, table: RawState | None) -> BatchFiles:
     """The files without the changes that the connector sent again. ``batch``: its orders are final; ``table``: the raw table
     before the batch."""
-    if not has_positions(reading.item):
+    value = batch.source.value_type
+    if not has_positions(reading.item) or value is None or not identifies_changes(value):
         return batch
     earlier_files: dict[int, list[DataFile]] = {}
     for item in table.files if table else ():
