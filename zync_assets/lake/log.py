@@ -75,7 +75,7 @@ def numbers(uri: str, version: int) -> dict[str, int]:
     with _log_errors(uri, version):
         checkpoint = _checkpoint(uri, version)
         checkpoint_numbers = (
-            {} if checkpoint is None else _checkpoint_numbers(uri, checkpoint[1], "txn", "appId", "version")
+            {} if checkpoint is None else _checkpoint_values(uri, checkpoint[1], "txn", "appId", "version")
         )
         return checkpoint_numbers | numbers_set(uri, 0 if checkpoint is None else checkpoint[0] + 1, version)
 
@@ -118,7 +118,7 @@ def removal_times(uri: str, version: int) -> dict[str, int]:
     with _log_errors(uri, version):
         checkpoint = _checkpoint(uri, version)
         times = (
-            {} if checkpoint is None else _checkpoint_numbers(uri, checkpoint[1], "remove", "path", "deletionTimestamp")
+            {} if checkpoint is None else _checkpoint_values(uri, checkpoint[1], "remove", "path", "deletionTimestamp")
         )
         for action in _actions(uri, "remove", 0 if checkpoint is None else checkpoint[0] + 1, version):
             times[action["path"]] = action.get("deletionTimestamp") or 0
@@ -183,15 +183,16 @@ def _checkpoint(uri: str, version: int) -> tuple[int, list[str]] | None:
     return max(checkpoints.items(), default=None)
 
 
-def _checkpoint_numbers(uri: str, names: Iterable[str], kind: str, key: str, number: str) -> dict[str, int]:
+def _checkpoint_values(uri: str, names: Iterable[str], kind: str, key: str, value: str) -> dict[str, Any]:
+    """The field ``key`` → the field ``value``, of the actions of a kind in a checkpoint's files."""
     system, path = _log(uri)
-    values: dict[str, int] = {}
+    values: dict[str, Any] = {}
     for file_name in names:
         with pq.ParquetFile(storage.join(path, file_name), filesystem=system) as file:
-            table = file.read(columns=[f"{kind}.{key}", f"{kind}.{number}"])
+            table = file.read(columns=[f"{kind}.{key}", f"{kind}.{value}"])
         if kind in table.column_names:
             rows = table[kind].filter(pc.is_valid(pc.struct_field(table[kind], key)))
-            values |= dict(zip(*(pc.struct_field(rows, part).to_pylist() for part in (key, number)), strict=True))
+            values |= dict(zip(*(pc.struct_field(rows, part).to_pylist() for part in (key, value)), strict=True))
     return values
 
 
@@ -393,6 +394,10 @@ def list_files(table: LakeTable) -> list[DataFile]:
         pairs = zip(column(f"{bound}.order.high"), column(f"{bound}.order.low"), strict=True)
         return [None if high is None or low is None else (high, low) for high, low in pairs]
 
+    lows, highs = orders("min"), orders("max")
+    if "order" in table.schema.names and "min.order.high" not in actions.column_names:
+        logged = _logged_orders(table.uri, table.version)
+        lows, highs = ([logged[path][side] for path in column("path")] for side in (0, 1))
     now = time.time()
     return [
         DataFile(
@@ -409,11 +414,28 @@ def list_files(table: LakeTable) -> list[DataFile]:
             column("max.kafka.time"),
             column("partition.topic"),
             column("modification_time"),
-            orders("min"),
-            orders("max"),
+            lows,
+            highs,
             strict=True,
         )
     ]
+
+
+def _logged_orders(uri: str, version: int) -> dict[str, tuple[Order | None, Order | None]]:
+    """Path, as the log has it → the lowest and the highest order, of every file that the log names.
+
+    delta-rs reads the statistics of a table's first 32 columns alone, unless the table has a property that ``create_table``
+    sets. An older table lacks the property, and ``order`` is the last column of a raw table.
+    """
+    texts: dict[str, str] = {}
+    with _log_errors(uri, version):
+        checkpoint = _checkpoint(uri, version)
+        if checkpoint is not None:
+            texts = _checkpoint_values(uri, checkpoint[1], "add", "path", "stats")
+        for action in _actions(uri, "add", 0 if checkpoint is None else checkpoint[0] + 1, version):
+            texts[action["path"]] = action["stats"]
+    stats = {path: json.loads(text or "{}") for path, text in texts.items()}
+    return {path: (_order(item, "minValues"), _order(item, "maxValues")) for path, item in stats.items()}
 
 
 def _millis(moments: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -193,7 +193,7 @@ def _check_fresh(uri: str, files: Sequence[DataFile]) -> None:
         )
 
 
-_CONFIGURATION: Mapping[str, str | None] = {"delta.dataSkippingNumIndexedCols": "-1"}
+CONFIGURATION: Mapping[str, str | None] = {"delta.dataSkippingNumIndexedCols": "-1"}
 """delta-rs reads the statistics of the first 32 columns alone unless a table says otherwise. The order of a raw table is its last
 column."""
 
@@ -221,7 +221,7 @@ def create_table(
             mode="error",
             partition_by=list(partition_by),
             description=description,
-            configuration=_CONFIGURATION,
+            configuration=CONFIGURATION,
             commit_properties=_properties({**numbers, **tampering.first_numbers(files)}, token, retries=0),
             post_commithook_properties=_HOOKS,
             storage_options=storage.delta_options(uri),

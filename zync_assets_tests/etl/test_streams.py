@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from string import Template
@@ -25,6 +26,7 @@ from zync_assets.etl.plan import plan_etl, read_raw, transform
 from zync_assets.ingest.commit import commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import Survey
+from zync_assets.lake import tables
 from zync_assets.lake.head import Late
 from zync_assets.lake.log import Order
 from zync_assets.lake.raw import ORDER, RawAdvance, commit_advance, open_raw
@@ -37,7 +39,7 @@ from zync_assets.pipeline import Pipeline, SourceOrder
 from zync_assets.pipeline_file import load
 from zync_assets.runner import etl_all, ingest_all, read_ends
 from zync_assets_tests.kafka.conftest import await_end
-from zync_assets_tests.lake.rows import SCHEMA, file, records
+from zync_assets_tests.lake.rows import file, records
 from zync_assets_tests.mini import Mini, mini
 
 if TYPE_CHECKING:
@@ -125,13 +127,16 @@ def status(it: Mini) -> dict[str, Any]:
     return row
 
 
-def raw_table(pipeline: Pipeline, topic: str, *orders: Order, first: int = 0) -> None:
-    """Commit one file of records with these orders to a topic's raw table."""
+def raw_table_of(pipeline: Pipeline, topic: str, *orders: Order, first: int = 0, fields: int = 0) -> None:
+    """Commit one file of records with these orders to a topic's raw table. ``fields``: of a value that is a struct."""
     uri = raw_uri(pipeline.lake, "Raw", topic)
     batch = records(list(range(first, first + len(orders))))
+    if fields:
+        value = pa.array([{f"f{number}": number for number in range(fields)}] * len(orders))
+        batch = batch.set_column(batch.schema.get_field_index("value"), "value", value)
     batch = batch.append_column(ORDER, pa.array([{"high": high, "low": low} for high, low in orders], ORDER_TYPE))
-    schema = SCHEMA.append(pa.field(ORDER, ORDER_TYPE))
-    advance = RawAdvance(topic, "id", schema, [file(uri, batch)], {} if first else {0: 0}, {0: first + len(orders)})
+    files = [file(uri, batch)]
+    advance = RawAdvance(topic, "id", batch.schema, files, {} if first else {0: 0}, {0: first + len(orders)})
     commit_advance(uri, open_raw(pipeline.lake, "Raw", topic), replace(advance, orders={0: orders[-1]}, domain="shop"))
 
 
@@ -144,9 +149,21 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     return load(path)
 
 
-def test_a_batch_ends_at_one_order_within_the_files_of_its_topics(offline: Pipeline, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "properties"),
+    [(0, tables.CONFIGURATION), (40, tables.CONFIGURATION), (40, {})],
+    ids=["few columns", "many columns", "many columns of an older table"],
+)
+def test_a_batch_ends_at_one_order_within_the_files_of_its_topics(
+    offline: Pipeline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: int,
+    properties: Mapping[str, str | None],
+) -> None:
     """Delta's statistics bound ``high`` and ``low`` each by itself: the column of a file with both sides is read."""
-    pipeline = offline
+    pipeline, raw_table = offline, partial(raw_table_of, fields=fields)
+    monkeypatch.setattr(tables, "CONFIGURATION", properties)
     assert plan_etl(pipeline, "Staging").nothing_to_do
     raw_table(pipeline, "left", LOWEST, (5, 9), (7, 1), (7, 8))
     assert plan_etl(pipeline, "Staging").nothing_to_do, "the other topic was never read"
@@ -177,7 +194,7 @@ def test_a_batch_ends_at_one_order_within_the_files_of_its_topics(offline: Pipel
 def test_inputs_in_the_order_of_time_have_no_frontier(offline: Pipeline) -> None:
     inputs = tuple(replace(item, order=SourceOrder(time=True)) for item in offline.inputs)
     pipeline = replace(offline, inputs=inputs)
-    raw_table(pipeline, "left", (5, 9), (7, 1))
+    raw_table_of(pipeline, "left", (5, 9), (7, 1))
     plan = plan_etl(pipeline, "Staging")
     assert plan.ranges == {"left": (OffsetRange(0, 0, 2),), "right": ()}
     assert (plan.domains, plan.cuts) == ({}, {})

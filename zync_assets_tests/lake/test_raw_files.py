@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pyarrow as pa
 import pytest
+from deltalake import DeltaTable
 
-from zync_assets.lake import storage
+from zync_assets.lake import storage, tables
 from zync_assets.lake.raw import ORDER, RawAdvance, commit_advance, open_raw
 from zync_assets.lake.raw_files import ORDER_TYPE, PartitionWriters, RangeWriter
 from zync_assets_tests.lake.rows import records
@@ -48,17 +50,28 @@ def test_every_partition_has_its_files(tmp_path: Path) -> None:
     assert open_files(tmp_path) == []
 
 
-def test_a_wide_table_keeps_the_orders_of_its_files(tmp_path: Path) -> None:
-    """delta-rs reads the statistics of 32 columns unless the table says otherwise."""
+@pytest.mark.parametrize("properties", [tables.CONFIGURATION, {}], ids=["new", "older"])
+def test_a_wide_table_keeps_the_orders_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, properties: Mapping[str, str | None]
+) -> None:
+    """delta-rs reads the statistics of 32 columns unless the table says otherwise. An older table does not: its log is read,
+    of which a checkpoint may be the first part."""
+    monkeypatch.setattr(tables, "CONFIGURATION", properties)
     uri = storage.raw_uri(str(tmp_path), "Raw", "t")
     rows = records(range(3))
     value = pa.array([{f"f{number}": 1 for number in range(40)}] * 3)
     rows = rows.set_column(rows.schema.get_field_index("value"), "value", value)
     rows = rows.append_column(ORDER, pa.array([{"high": 5, "low": low} for low in range(3)], ORDER_TYPE))
-    with RangeWriter(uri, 0) as writer:
-        writer.write(rows)
-    advance = RawAdvance("t", "id", rows.schema, [item for item, _ in writer.files], {0: 0}, {0: 3})
-    commit_advance(uri, None, replace(advance, orders={0: (5, 2)}, domain="shop"))
+    for number in range(3):
+        with RangeWriter(uri, 0) as writer:
+            writer.write(rows)
+        state = open_raw(str(tmp_path), "Raw", "t")
+        files = [item for item, _ in writer.files]
+        advance = RawAdvance("t", "id", rows.schema, files, {} if number else {0: 0}, {0: 3 * number + 3})
+        commit_advance(uri, state, replace(advance, orders={0: (5, 2)}, domain="shop"))
+        if number == 1:
+            DeltaTable(uri).create_checkpoint()
+    tables.forget(uri)
     state = open_raw(str(tmp_path), "Raw", "t")
     assert state is not None
-    assert [(item.min_order, item.max_order) for item in state.files] == [((5, 0), (5, 2))]
+    assert [(item.min_order, item.max_order) for item in state.files] == [((5, 0), (5, 2))] * 3
