@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import numeric_type, pc
 from zync_assets.errors import DataLoss
@@ -266,7 +265,7 @@ def _rows(search: PartitionSearch, candidates: Mapping[int, _Candidate]) -> Iter
     places = [
         (item, *_at_orders(storage.join(search.uri, item.path), orders))
         for item in earlier_files
-        if _meets(search.uri, item, orders)
+        if _meets(item, orders)
     ]
     places += [(item, *_at_orders(storage.join(search.uri, item.path), orders)) for item in search.files]
     known_orders = np.concatenate([pairs for _, _, pairs in places])
@@ -309,26 +308,11 @@ def _at_orders(uri: str, orders: npt.NDArray[np.void]) -> tuple[Longs, npt.NDArr
     return pc.struct_field(table["kafka"], "offset").to_numpy()[is_near], pairs[is_near]
 
 
-def _meets(table_uri: str, item: DataFile, orders: npt.NDArray[np.void]) -> bool:
-    """Whether a file of the raw table may have a record with one of the orders. Delta's log has statistics of the first columns
-    alone. The file's footer tells of the others."""
-    lowest, highest = orders["high"].min(), orders["high"].max()
-    if item.min_order is not None and item.max_order is not None:
-        return bool(item.min_order[0] <= highest and lowest <= item.max_order[0])
-    uri = storage.join(table_uri, item.path)
-    system, path = storage.filesystem(uri)
-    with storage.access_errors(uri, "can't be read"):
-        footer = pq.read_metadata(path, filesystem=system)
-    for number in range(footer.num_row_groups):
-        group = footer.row_group(number)
-        for column in (group.column(place) for place in range(group.num_columns)):
-            if column.path_in_schema == f"{ORDER}.high":
-                statistics = column.statistics
-                if statistics is None or not statistics.has_min_max:
-                    return True
-                if statistics.min <= highest and lowest <= statistics.max:
-                    return True
-    return False
+def _meets(item: DataFile, orders: npt.NDArray[np.void]) -> bool:
+    """Whether a file of the raw table may have a record with one of the orders. A file without bounds has no orders."""
+    if item.min_order is None or item.max_order is None:
+        return False
+    return bool(item.min_order[0] <= orders["high"].max() and orders["high"].min() <= item.max_order[0])
 
 
 def _change(order: Order, key: Any, value: Any) -> _Change:
