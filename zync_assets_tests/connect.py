@@ -101,7 +101,8 @@ def postgres() -> Generator[Postgres]:
         found = Postgres(free_port())
         command = [home / "bin/postgres", "-D", home / "data", "-h", "127.0.0.1", "-p", str(found.port), "-k", ""]
         settings = ["-c", "wal_level=logical", "-c", "fsync=off", "-c", "max_connections=200"]
-        with _running([*command, *settings], home, home / "log", user) as log:
+        # After SIGTERM the server would wait for open sessions, for ever if a test has failed.
+        with _running([*command, *settings], home, home / "log", user, stop="INT") as log:
             _await(lambda: bool(found.run("postgres", "SELECT 1")), psycopg.OperationalError, log)
             yield found
     finally:
@@ -193,15 +194,16 @@ def sink_settings(server: Postgres, database: str, table: str, topic: str) -> di
 
 
 @contextmanager
-def worker(services: Services, folder: Path, time_zone: str) -> Generator[Worker]:
-    """A standalone worker whose JVM has that time zone. Its files lie in ``folder``."""
+def worker(services: Services, folder: Path, time_zone: str, flush_seconds: int = 1) -> Generator[Worker]:
+    """A standalone worker whose JVM has that time zone. Its files lie in ``folder``. ``flush_seconds``: from one commit of the
+    connectors' positions to the next."""
     jars = bundle_folder(BUNDLE, find_java) / "jars"
     url = f"http://127.0.0.1:{free_port()}"
     settings = {
         "bootstrap.servers": services.bootstrap_servers,
         "listeners": url,
         "offset.storage.file.filename": str(folder / "offsets"),
-        "offset.flush.interval.ms": "1000",
+        "offset.flush.interval.ms": str(1000 * flush_seconds),
         "key.converter": "org.apache.kafka.connect.json.JsonConverter",
         "value.converter": "org.apache.kafka.connect.json.JsonConverter",
         "consumer.auto.offset.reset": "earliest",
@@ -218,11 +220,13 @@ def worker(services: Services, folder: Path, time_zone: str) -> Generator[Worker
 
 
 @contextmanager
-def _running(command: Sequence[str | Path], cwd: Path, log: Path, user: Mapping[str, Any]) -> Generator[Path]:
-    """A process whose output goes to ``log``. It ends when this process ends, however that happens."""
-    script = 'log=$1; shift; "$@" >"$log" 2>&1 </dev/null & server=$!; read _; kill -TERM $server; wait $server'
+def _running(
+    command: Sequence[str | Path], cwd: Path, log: Path, user: Mapping[str, Any], stop: str = "TERM"
+) -> Generator[Path]:
+    """A process whose output goes to ``log``. It ends when this process ends, however that happens. ``stop``: the signal."""
+    script = 'log=$1; shift; "$@" >"$log" 2>&1 </dev/null & server=$!; read _; kill -$0 $server; wait $server'
     process = subprocess.Popen(
-        ["/bin/sh", "-c", script, "sh", str(log), *command],
+        ["/bin/sh", "-c", script, stop, str(log), *command],
         cwd=cwd,
         stdin=subprocess.PIPE,
         start_new_session=True,

@@ -29,6 +29,7 @@ from deltalake import DeltaTable
 from zync_assets import pipeline_file
 from zync_assets.kafka.topics import survey
 from zync_assets.lake.head import Head
+from zync_assets.lake.raw import open_raw
 from zync_assets.lake.staging import open_staging, staging_state
 from zync_assets.lake.storage import staging_uri
 from zync_assets.lake.tables import open_table
@@ -501,3 +502,89 @@ def test_the_target_of_a_running_chain_is_the_source_s_join(
             f"transactions, and torn ones|{len(transactions(shop))}|{len(torn)}",
         )
         assert torn == []
+
+
+def kill_worker(folder: Path) -> None:
+    """Kill a worker before it commits the position of its connector."""
+    [java] = [
+        process
+        for process in psutil.process_iter(["name", "cmdline"])
+        if process.info["name"] == "java" and str(folder / "worker.properties") in (process.info["cmdline"] or [])
+    ]
+    java.kill()
+
+
+def changes_of(pipeline: Pipeline, topic: str) -> list[tuple[object, ...]]:
+    """The changes of the raw table: key, position and kind of each, without the snapshot and the tombstones."""
+    state = open_raw(pipeline.lake, "Raw", topic)
+    table = [] if state is None else DeltaTable(state.table.uri).to_pyarrow_table().to_pylist()
+    values = [(row["key"], row["value"]) for row in table if row["value"] and row["value"]["op"] != "r"]
+    return [(*key.values(), value["source"]["lsn"], value["op"]) for key, value in values]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_changes_that_a_killed_connector_sends_again_are_left_out(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """The worker commits its position when it is stopped, and not before it is killed. One pipeline ingests before the kill and
+    after it. Another pipeline ingests all records at once. Both have each change once."""
+    prefix = f"{unique}.shop"
+    shop = make_pipeline(services, tmp_path, "shop", prefix)
+    at_once = make_pipeline(services, tmp_path, "at-once", prefix)
+    inputs = [item.topic for item in shop.inputs]
+    repeats: dict[str, int] = {}
+
+    def has_order(pipeline: Pipeline, id: int) -> bool:
+        for commit in ingest_all(pipeline, lambda: spark, inputs):
+            repeats[pipeline.name] = repeats.get(pipeline.name, 0) + commit.repeats
+        return all(any(change[0] == id for change in changes_of(pipeline, topic)) for topic in inputs)
+
+    def is_transformed(pipeline: Pipeline) -> bool:
+        list(ingest_all(pipeline, lambda: spark, inputs))
+        list(etl_all(pipeline, lambda: spark))
+        next_offsets = {topic: open_raw(pipeline.lake, "Raw", topic) for topic in inputs}
+        return all(
+            state is not None and head(pipeline).seen(topic) == state.next for topic, state in next_offsets.items()
+        )
+
+    with postgres() as server:
+        server.run("postgres", "CREATE DATABASE source")
+        server.run("source", *SOURCE)
+        load = Workload(server)
+        load.burst()
+        tables = ",".join(topic.removeprefix(f"{prefix}.") for topic in inputs)
+        settings = source_settings(server, "source", tables, prefix, "shop")
+        with worker(services, tmp_path, "UTC") as connect:
+            connect.start("source", settings, "avro")
+            load.bursts_until(lambda: len(ends(shop, *inputs)) == len(inputs))
+            id = load.sessions[0].create_whole()
+            connect.wait("the lake has the snapshot", lambda: has_order(shop, id))
+        committed = {topic: len(changes_of(shop, topic)) for topic in inputs}
+        with worker(services, tmp_path, "UTC", flush_seconds=600) as connect:
+            connect.start("source", settings, "avro")
+            load.bursts_until(lambda: load.bursts >= 10)
+            id = load.sessions[0].create_whole()
+            connect.wait("the lake has the changes before the kill", lambda: has_order(shop, id))
+            kill_worker(tmp_path)
+        before = {topic: len(changes_of(shop, topic)) for topic in inputs}
+        again = sum(before.values()) - sum(committed.values())
+        with worker(services, tmp_path, "UTC") as connect:
+            connect.start("source", settings, "avro")
+            load.burst()
+            id = load.finish()
+            connect.wait("the lake has the changes after the kill", lambda: has_order(shop, id))
+            assert has_order(at_once, id)
+            for pipeline in (shop, at_once):
+                connect.wait("all is transformed", lambda pipeline=pipeline: is_transformed(pipeline))
+        ids = {row[0] for row in server.run("source", JOIN)}
+    assert repeats["shop"] == repeats["at-once"] >= again > 300
+    for topic in inputs:
+        changes = changes_of(shop, topic)
+        assert len(set(changes)) == len(changes) > before[topic]
+        assert sorted(changes) == sorted(changes_of(at_once, topic))
+    assert outputs(shop) == outputs(at_once)
+    target: dict[object, object] = {}
+    for key, value, *_ in outputs(shop):
+        target[key["id"]] = value  # type: ignore[index]
+    assert {id for id, value in target.items() if value is not None} == ids
