@@ -31,7 +31,7 @@ from zync_assets.etl.views.batch import ViewBatch
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
 from zync_assets.spark.failures import MOST, TEXT, cause_line, fails, is_overflow, overflow_records, spark_errors
-from zync_assets.spark.sql import leaves
+from zync_assets.spark.sql import excerpt, leaves
 from zync_assets.spark.tasks import search_settings
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ class _Search:
                 where, sql = self._expression(place, rule, side)
                 words = self._words(place, rule, side)
             failure_by_place[place] = Failure(
-                *place, rule.name, f"{where}: {f'{_short_text(sql)}: ' if sql else ''}{words}"
+                *place, rule.name, f"{where}: {f'{excerpt(sql)}: ' if sql else ''}{words}"
             )
         return failure_by_place
 
@@ -432,8 +432,3 @@ def _expressions(rule: Rule, side: str, topic: str) -> list[tuple[str, str]]:
     if side == "headers":
         return [(side, "" if rule.headers is None else headers_sql(rule.headers))]
     return list(leaves({"key": rule.key, "value": rule.value}[side], side))
-
-
-def _short_text(sql: str) -> str:
-    """The text of an expression, cut where it is long."""
-    return sql if len(sql) <= 200 else f"{sql[:200]}…"

@@ -27,7 +27,7 @@ from zync_assets.lake.staging import key_column, value_column
 from zync_assets.pipeline import Pipeline
 from zync_assets.publish.encoding import SideSchema, encode_values, registered, row_schema
 from zync_assets.spark.failures import fails, short
-from zync_assets.spark.sql import name_sql
+from zync_assets.spark.sql import excerpt, name_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -165,14 +165,10 @@ def _check(topic: str, before: Partitioning | None, text: str, place: str) -> No
         return
     raise EtlError(
         f"topic {topic}, {place}: keys would move to other partitions of the topic. So far, the partition of a key"
-        f" depended on `{_short(before.text)}`. Now it would depend on `{_short(text)}`. Nothing was committed. Undo the"
+        f" depended on `{excerpt(before.text)}`. Now it would depend on `{excerpt(text)}`. Nothing was committed. Undo the"
         " change; or give the output another topic and another staging pool. Only an output that has"
         " `partition-by` from its first record on may change the schema of its keys."
     )
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:199]}…"
 
 
 def by_in_lake_names(by: str, kind: OutputType) -> str:

@@ -69,7 +69,7 @@ from zync_assets.sinks.clickhouse_types import (
 )
 from zync_assets.sinks.fold import CREATION, DELETE, OFFSET, OP, SET
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import SqlType, at_place, by_offset, ddl_text, place_values
+from zync_assets.sinks.sql_types import SqlType, at_place, by_offset, check_load, ddl_text, place_values
 from zync_assets.sinks.target import (
     LOCAL_HOSTS,
     BadRecord,
@@ -306,9 +306,7 @@ class ClickhouseTarget(SqlTarget):
         """Insert the changes of a load table."""
         spec = merge.spec
         rows = self.load_table(table, spec, load.name, None)
-        count = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
-        if count != load.rows:
-            raise CommitConflict(f"{load.name} has {count} rows, and {load.rows} were written; run again")
+        check_load(connection, rows, load)
         check_parsed(connection, rows, table)
         names = [column.name for column in spec.others]
         if spec.mode == "insert":
@@ -320,7 +318,7 @@ class ClickhouseTarget(SqlTarget):
             changes = sa.select(*columns, rows.c[OFFSET], sa.literal(0))
             changes = changes.order_by(*(rows.c[name] for name in _order(spec)))
             statement = self.upserts(table, changes, spec.key, [*names, OFFSET, DELETED])[0]
-            token = load_token(merge, count, content)
+            token = load_token(merge, load.rows, content)
             insert_changes(connection, statement, token, max_threads=1, max_insert_threads=1)
             return
         deletions = sa.select(*(cast_column(rows, table, name) for name in spec.key), rows.c[OFFSET], sa.literal(1))

@@ -36,7 +36,7 @@ from zync_assets.sinks.databend_engine import BUSY, EngineSession, ServerSession
 from zync_assets.sinks.databend_engine import Connection as DatabendConnection
 from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPDATE
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import BOOK, POSITIONS, SqlType, holds, place_values, wider
+from zync_assets.sinks.sql_types import BOOK, POSITIONS, SqlType, check_load, holds, place_values, wider
 from zync_assets.sinks.target import (
     LOCAL_HOSTS,
     Column,
@@ -284,9 +284,7 @@ class DatabendTarget(SqlTarget):
 
     def _apply(self, connection: Connection, table: sa.Table, spec: TableSpec, load: LoadTable, number: int) -> None:
         rows = self.load_table(table, spec, load.name, None)
-        count = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
-        if count != load.rows:
-            raise CommitConflict(f"{load.name} has {count} rows, and {load.rows} were written; run again")
+        check_load(connection, rows, load)
         names = [column.name for column in spec.columns]
         if spec.mode == "insert":
             query = sa.select(*(_converted_column(rows, table, name) for name in names))

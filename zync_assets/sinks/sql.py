@@ -29,6 +29,7 @@ from zync_assets.sinks.sql_types import (
     SqlType,
     advice,
     at_place,
+    check_load,
     holds,
     missing_key,
     past_writers,
@@ -403,10 +404,7 @@ class SqlTarget(Target):
     def _apply(self, connection: Connection, table: sa.Table, spec: TableSpec, load: LoadTable, number: int) -> None:
         """Apply the changes of a load table."""
         rows = self.load_table(table, spec, load.name, self.load_schema(number))
-        # A server that ended abruptly may have emptied a load table that is not logged.
-        count = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
-        if count != load.rows:
-            raise CommitConflict(f"{load.name} has {count} rows, and {load.rows} were written; run again")
+        check_load(connection, rows, load)
         names = [column.name for column in spec.columns]
         if spec.mode == "insert":
             connection.execute(sa.insert(table).from_select(names, sa.select(*(rows.c[name] for name in names))))

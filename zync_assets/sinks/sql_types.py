@@ -29,8 +29,8 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 from sqlalchemy.engine import Connection
 
-from zync_assets.errors import TableUnfit
-from zync_assets.sinks.target import BadRecord, Place, Progress
+from zync_assets.errors import CommitConflict, TableUnfit
+from zync_assets.sinks.target import BadRecord, LoadTable, Place, Progress
 
 SqlType: TypeAlias = sa.types.TypeEngine[Any]
 
@@ -223,6 +223,14 @@ def read_progress(connection: Connection, place: Place) -> Progress:
 def by_offset(records: Sequence[BadRecord]) -> tuple[BadRecord, ...]:
     """Refused records in the order of their partitions and offsets."""
     return tuple(sorted(records, key=lambda item: (item.partition, item.offset)))
+
+
+def check_load(connection: Connection, rows: sa.Table, load: LoadTable) -> None:
+    """CommitConflict unless a load table has the rows that were written. A server that ended abruptly may have emptied a load
+    table that is not logged."""
+    count = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
+    if count != load.rows:
+        raise CommitConflict(f"{load.name} has {count} rows, and {load.rows} were written; run again")
 
 
 def past_writers(connection: Connection, place: Place, origin: str, sinks: Collection[str]) -> list[Place]:

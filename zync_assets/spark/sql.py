@@ -297,3 +297,8 @@ def contradictions(settings: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             yield name, f"is always {pin} here, because results or secrets depend on it; remove the line"
         elif pin is None and name.startswith(_LEGACY):
             yield name, "makes Spark compute as an older version did, so results would depend on it; remove the line"
+
+
+def excerpt(sql: str) -> str:
+    """The text of an expression, cut where it is long."""
+    return sql if len(sql) <= 200 else f"{sql[:200]}…"

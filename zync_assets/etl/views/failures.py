@@ -26,7 +26,7 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
 from zync_assets.pipeline_file.view_expressions import aggregated, grouped, has_aggregates, ordered
 from zync_assets.spark.failures import MOST, TEXT, cause_line, fails, is_overflow, overflow_records, spark_errors
-from zync_assets.spark.sql import leaves, name_sql, shape_sql, text_sql
+from zync_assets.spark.sql import excerpt, leaves, name_sql, shape_sql, text_sql
 from zync_assets.spark.tasks import search_settings
 
 if TYPE_CHECKING:
@@ -272,8 +272,7 @@ class _Expression(NamedTuple):
     made: str = ""
 
     def text(self) -> str:
-        sql = self.sql if len(self.sql) <= 200 else f"{self.sql[:200]}…"
-        return f"{self.path}: {sql}: {_WORDS}"
+        return f"{self.path}: {excerpt(self.sql)}: {_WORDS}"
 
 
 def _row_failures(maintenance: Maintenance) -> dict[Place, Failure]:
