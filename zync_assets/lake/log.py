@@ -395,7 +395,8 @@ def list_files(table: LakeTable) -> list[DataFile]:
         return [None if high is None or low is None else (high, low) for high, low in pairs]
 
     lows, highs = orders("min"), orders("max")
-    if "order" in table.schema.names and "min.order.high" not in actions.column_names:
+    # The limit of 32 columns may lie between the two parts of an order.
+    if "order" in table.schema.names and not {"min.order.high", "min.order.low"} <= set(actions.column_names):
         logged = _logged_orders(table.uri, table.version)
         lows, highs = ([logged[path][side] for path in column("path")] for side in (0, 1))
     now = time.time()

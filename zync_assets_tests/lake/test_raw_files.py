@@ -50,16 +50,17 @@ def test_every_partition_has_its_files(tmp_path: Path) -> None:
     assert open_files(tmp_path) == []
 
 
+@pytest.mark.parametrize("fields", [22, 40], ids=["high is column 32", "many columns"])
 @pytest.mark.parametrize("properties", [tables.CONFIGURATION, {}], ids=["new", "older"])
 def test_a_wide_table_keeps_the_orders_of_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, properties: Mapping[str, str | None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, properties: Mapping[str, str | None], fields: int
 ) -> None:
     """delta-rs reads the statistics of 32 columns unless the table says otherwise. An older table does not: its log is read,
     of which a checkpoint may be the first part."""
     monkeypatch.setattr(tables, "CONFIGURATION", properties)
     uri = storage.raw_uri(str(tmp_path), "Raw", "t")
     rows = records(range(3))
-    value = pa.array([{f"f{number}": 1 for number in range(40)}] * 3)
+    value = pa.array([{f"f{number}": 1 for number in range(fields)}] * 3)
     rows = rows.set_column(rows.schema.get_field_index("value"), "value", value)
     rows = rows.append_column(ORDER, pa.array([{"high": 5, "low": low} for low in range(3)], ORDER_TYPE))
     for number in range(3):
