@@ -180,8 +180,9 @@ def identifies_changes(value: pa.DataType) -> bool:
 
 
 def _own_orders(source: TopicSource, records: pa.RecordBatch) -> pa.StructArray:
+    """The positions of some records, null where a record has none. Records with null values alone have no column ``value``."""
     sides = {name: records.column(name) for name in ("kafka", "key", "value") if name in records.schema.names}
-    orders = own_orders(source.topic, source.order, sides)
+    orders = own_orders(source.topic, source.order, sides) if "value" in sides else None
     return pa.nulls(records.num_rows, ORDER_TYPE) if orders is None else orders
 
 
