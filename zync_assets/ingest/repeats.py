@@ -248,6 +248,8 @@ def _repeats(search: PartitionSearch, candidates: Mapping[int, _Candidate]) -> s
             follows_repeat = candidate.delete is None or candidate.delete in repeats
             if follows_repeat and (candidate.is_below or not change.creates or _is_later(earlier, change)):
                 repeats.add(offset)
+                # An equal row of the same COPY may follow the repeat at once.
+                changes[change.key] = change
                 continue
         changes[change.key] = None if change.key in changes else change
     return repeats
@@ -310,10 +312,11 @@ def _at_orders(uri: str, orders: npt.NDArray[np.void]) -> tuple[Longs, npt.NDArr
 
 
 def _meets(item: DataFile, orders: npt.NDArray[np.void]) -> bool:
-    """Whether a file of the raw table may have a record with one of the orders. A file without bounds has no orders."""
-    if item.min_order is None or item.max_order is None:
+    """Whether a file of the raw table may have a record with one of the orders. A file without ``max_order`` has no orders."""
+    if item.max_order is None:
         return False
-    return bool(item.min_order[0] <= orders["high"].max() and orders["high"].min() <= item.max_order[0])
+    low = (item.min_order or LOWEST)[0]
+    return bool(low <= orders["high"].max() and orders["high"].min() <= item.max_order[0])
 
 
 def _change(order: Order, key: Any, value: Any) -> _Change:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,8 @@ class Event:
     position: int | None
     before: int | None = None
     after: int | None = None
+    delay: int = 0
+    """Milliseconds that the connector makes the envelope later."""
 
     def value(self, time: int) -> dict[str, Any] | None:
         if self.position is None:
@@ -89,7 +91,13 @@ class Event:
             "sequence": sequence,
         }
         sides = {side: None if v is None else {"v": v} for side, v in (("before", self.before), ("after", self.after))}
-        return {**sides, "op": op, "ts_ms": time, "source": source, "transaction": {"id": "7", "total_order": time}}
+        return {
+            **sides,
+            "op": op,
+            "ts_ms": time + self.delay,
+            "source": source,
+            "transaction": {"id": "7", "total_order": time},
+        }
 
 
 @dataclass(frozen=True)
@@ -145,8 +153,10 @@ def ingested(
     rate: int = 1000,
     *,
     with_nulls: bool = True,
+    bounded: bool = True,
 ) -> list[int]:
-    """The offsets that the raw table has after the batches. A batch has a part for each task."""
+    """The offsets that the raw table has after the batches. A batch has a part for each task. ``bounded``: whether the log has
+    the lowest orders of the files: it has none where compaction puts records without orders into a file."""
     table = Table()
     source = TopicSource({}, None, "t", SIDE, SIDE, KEY, VALUE)
     with tempfile.TemporaryDirectory() as lake, pytest.MonkeyPatch.context() as patch:
@@ -160,7 +170,7 @@ def ingested(
             files, _, table.orders = carry_times(reading, batch_files(reading, ends, SCHEMA, [], {}))
             files = without_repeats(reading, files, table)  # type: ignore[arg-type]
             check_dropped(reading, files, parts)
-            table.files += files.files
+            table.files += [item if bounded else replace(item, min_order=None) for item in files.files]
             table.left_out[0] = table.left_out.get(0, 0) + files.left_out.get(0, 0)
             table.marks[0] = Mark(max(part.end for part in parts) - 1, 0)
         return [
@@ -273,6 +283,8 @@ def test_equal_rows_that_come_at_once_are_rows_of_a_table_without_a_primary_key(
     row = Event(1, 10, None, 1)
     assert ingested([row, row], [[OffsetRange(0, 0, 2)]], rate=1) == [0, 1]
     assert ingested([row, row], [[OffsetRange(0, 0, 2)]], rate=1000) == [0]
+    again = replace(row, delay=5000)
+    assert ingested([row, again, again], [[OffsetRange(0, 0, 3)]], rate=1) == [0, 2], "a restart between equal rows"
 
 
 @pytest.mark.parametrize(
@@ -311,6 +323,12 @@ def test_a_part_of_tombstones_alone_has_no_values() -> None:
     change, later, tombstone = Event(1, 10, 0, 1), Event(2, 11, 0, 1), Event(3, None)
     parts = [OffsetRange(0, 0, 2), OffsetRange(0, 2, 3), OffsetRange(0, 3, 5)]
     assert ingested([change, later, tombstone, change, later], [parts], with_nulls=False) == [0, 1, 2]
+
+
+def test_a_file_with_records_of_no_order_is_searched() -> None:
+    change, later = Event(1, 10, 0, 1), Event(2, 11, 0, 1)
+    batches = [[OffsetRange(0, 0, 2)], [OffsetRange(0, 2, 4)]]
+    assert ingested([change, later, change, later], batches, bounded=False) == [0, 1]
 
 
 def test_without_a_key_a_position_below_the_last_one_is_needed() -> None:
