@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, NamedTuple
@@ -329,12 +329,14 @@ def _change(order: Order, key: Any, value: Any) -> _Change:
     return _Change(*digests, creates, time if isinstance(time, int) else None)
 
 
-def _python_rows(rows: pa.RecordBatch | pa.Table) -> list[dict[str, Any]]:
-    """The rows by column names. Maps are lists of pairs. If Python can't hold a time, all times of the rows are numbers."""
-    try:
+def _python_rows(rows: pa.RecordBatch) -> list[dict[str, Any]]:
+    """The rows by column names. Maps are lists of pairs. Where Python can't hold a time of a row, all times of the row are
+    numbers. The other rows are as they would be alone."""
+    with suppress(OverflowError, ValueError):
         return rows.to_pylist()
-    except (OverflowError, ValueError):
-        return rows.cast(pa.schema([item.with_type(numeric_type(item.type)) for item in rows.schema])).to_pylist()
+    if rows.num_rows > 1:
+        return [row for at in range(rows.num_rows) for row in _python_rows(rows.slice(at, 1))]
+    return rows.cast(pa.schema([item.with_type(numeric_type(item.type)) for item in rows.schema])).to_pylist()
 
 
 def _digest(*content: Any) -> bytes:

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     pass
 
 KEY = pa.struct([("id", pa.int64())])
-ROW = pa.struct([("v", pa.int64())])
+ROW = pa.struct([("v", pa.int64()), ("at", pa.timestamp("us", "UTC"))])
+INFINITY = 9
+"""A value of ``v`` whose row has a time that Python can't hold."""
 SOURCE = pa.struct(
     [
         ("connector", pa.string()),
@@ -90,7 +92,7 @@ class Event:
             "lsn": self.position,
             "sequence": sequence,
         }
-        sides = {side: None if v is None else {"v": v} for side, v in (("before", self.before), ("after", self.after))}
+        sides = {"before": row_of(self.before), "after": row_of(self.after)}
         return {
             **sides,
             "op": op,
@@ -98,6 +100,10 @@ class Event:
             "source": source,
             "transaction": {"id": "7", "total_order": time},
         }
+
+
+def row_of(v: int | None) -> dict[str, int] | None:
+    return None if v is None else {"v": v, "at": 2**62 if v == INFINITY else v}
 
 
 @dataclass(frozen=True)
@@ -329,6 +335,15 @@ def test_a_file_with_records_of_no_order_is_searched() -> None:
     change, later = Event(1, 10, 0, 1), Event(2, 11, 0, 1)
     batches = [[OffsetRange(0, 0, 2)], [OffsetRange(0, 2, 4)]]
     assert ingested([change, later, change, later], batches, bounded=False) == [0, 1]
+
+
+def test_a_time_that_python_cannot_hold_changes_no_other_row() -> None:
+    """PostgreSQL's infinity. The rows of a COPY have one position, and ingest ends between two of them."""
+    rows = Event(1, 10, None, 1), Event(2, 10, None, INFINITY)
+    later = Event(3, 11, None, 1)
+    assert whole(*rows, later, *rows) == [0, 1, 2]
+    batches = [[OffsetRange(0, 0, 3)], [OffsetRange(0, 3, 4)], [OffsetRange(0, 4, 5)]]
+    assert ingested([*rows, later, *rows], batches) == [0, 1, 2]
 
 
 def test_without_a_key_a_position_below_the_last_one_is_needed() -> None:
