@@ -400,10 +400,6 @@ class Pipeline:
         """The output of that name; KeyError if there is none."""
         return {item.topic: item for item in self.outputs}[topic]
 
-    @property
-    def sink_names(self) -> tuple[str, ...]:
-        return tuple(item.name for item in self.sinks)
-
     def sink(self, name: str) -> Sink:
         """The sink of that name; KeyError if there is none."""
         return {item.name: item for item in self.sinks}[name]

@@ -35,6 +35,7 @@ from zync_assets.sinks.plan import (
     plain_source,
     reset_command,
     source_frame,
+    writers,
 )
 from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, TableSpec, Target, gathered, open_target
 from zync_assets.spark.failures import cause_line, is_of_data
@@ -144,7 +145,7 @@ def _prepare(target: Target, plan: SinkPlan, spec: TableSpec) -> None:
         raise TableUnfit(f"{error}\n{remedy}") from None
     if is_begun or spec.mode == "upsert":
         return
-    if places := target.past_places(plan.place, spec, plan.origin, plan.pipeline.sink_names):
+    if places := target.past_places(plan.place, spec, plan.origin, writers(plan)):
         if not places[0].sink:
             raise SinkError(
                 f"sink {plan.sink.name}, table {spec.name}: the table has records of {plan.table.topic}, and the target has no"

@@ -9,7 +9,7 @@ the records these names.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -79,7 +79,7 @@ class FilesTarget(Target):
         with _lake_errors():
             storage.make_folder(self.root)
 
-    def past_places(self, place: Place, spec: TableSpec, origin: str, sinks: Collection[str]) -> Sequence[Place]:
+    def past_places(self, place: Place, spec: TableSpec, origin: str, writers: Mapping[Place, bool]) -> Sequence[Place]:
         # The state of a place does not tell the sink's name.
         with _lake_errors():
             objects = archive.list_objects(self.root, spec.name)

@@ -255,6 +255,13 @@ def place_of(pipeline: Pipeline, sink: Sink, table: SinkTable) -> Place:
     return Place(pipeline.name, sink.name, table.source)
 
 
+def writers(plan: SinkPlan) -> dict[Place, bool]:
+    """The places of the pipeline file, and whether each writes the plan's table."""
+    own_table = plan.sink.kind, plan.sink.url, plan.table.name
+    pairs = [(sink, item) for sink in plan.pipeline.sinks for item in sink.tables]
+    return {place_of(plan.pipeline, sink, item): (sink.kind, sink.url, item.name) == own_table for sink, item in pairs}
+
+
 def plan_sink(
     pipeline: Pipeline,
     sink: Sink,
@@ -275,8 +282,7 @@ def plan_sink(
     progress = open_target(sink).progress(place_of(pipeline, sink, table))
     if table.staged:
         state = snapshot.staging(table.pool)
-        heads = state.head.outputs if state else {}
-        outputs = {p: item for (topic, p), item in heads.items() if topic == table.topic}
+        outputs = state.head.positions(table.topic) if state else {}
         starts, ends = {p: item.base for p, item in outputs.items()}, {p: item.next for p, item in outputs.items()}
     else:
         state = snapshot.raw(table.topic)

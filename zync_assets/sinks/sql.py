@@ -8,7 +8,7 @@ Values are parameters.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -166,10 +166,10 @@ class SqlTarget(Target):
         with self.connection() as connection:
             return sa.inspect(connection).has_table(*named(spec))
 
-    def past_places(self, place: Place, spec: TableSpec, origin: str, sinks: Collection[str]) -> Sequence[Place]:
+    def past_places(self, place: Place, spec: TableSpec, origin: str, writers: Mapping[Place, bool]) -> Sequence[Place]:
         has_topic = any(item.field == "kafka.topic" for item in spec.columns)
         with self.connection() as connection:
-            places = past_writers(connection, place, origin, sinks)
+            places = past_writers(connection, place, origin, writers)
             if any(not item.sink for item in places) and not (has_topic and self.is_atomic):
                 return []
             return places if places and self._has_records(connection, place, spec) else []

@@ -20,7 +20,7 @@ zync lie in each target: the positions of the sources, and the records that the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -233,17 +233,19 @@ def check_load(connection: Connection, rows: sa.Table, load: LoadTable) -> None:
         raise CommitConflict(f"{load.name} has {count} rows, and {load.rows} were written; run again")
 
 
-def past_writers(connection: Connection, place: Place, origin: str, sinks: Collection[str]) -> list[Place]:
-    """The places that wrote a source before, by the book; a place without a sink if the book has no position of the topic.
-    The parameters are those of ``Target.past_places``."""
+def past_writers(connection: Connection, place: Place, origin: str, writers: Mapping[Place, bool]) -> list[Place]:
+    """The places that wrote a source before, by the book. A place without a sink, if the book has no position of the topic but
+    those of other tables. The parameters are those of ``Target.past_places``."""
     positions = POSITIONS.c
     # The partitions of a source begin at 0. Others are marks.
     query = sa.select(positions.pipeline, positions.sink, positions.source, positions.origin).distinct()
     query = query.where(positions.partition >= 0)
     topic = place.source.partition(".")[2]
     rows = [row for row in connection.execute(query).all() if row[2].partition(".")[2] == topic]
-    if not rows:
+    # A sink of the file that writes another table made no row of this one.
+    if not any(writers.get(Place(*row[:3]), True) for row in rows):
         return [replace(place, sink="")]
+    sinks = {item.sink for item in writers}
     # A pipeline that was renamed has the same sinks. Other pipelines of the lake may write to this target too.
     places = {
         Place(row[0], row[1], row[2])

@@ -17,7 +17,7 @@ from zync_assets.lake import raw
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import Layout
 from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, check_table, commit_sink
-from zync_assets.sinks.plan import BATCH_OFFSETS, SinkBatch, SinkPlan, layout, place_of, plan_sink, read_source
+from zync_assets.sinks.plan import BATCH_OFFSETS, SinkBatch, SinkPlan, layout, place_of, plan_sink, read_source, writers
 from zync_assets.sinks.target import OUTAGE_CURE, Merge, Place, open_target
 from zync_assets.spark.session import Session
 
@@ -248,7 +248,7 @@ def _reset_table(plan: SinkPlan, layout: Layout, sharers: tuple[Place, ...]) -> 
     target = plan.target()
     target.prepare(layout.spec, create=plan.sink.create, evolve=plan.sink.evolve)
     if layout.spec.mode == "insert":
-        past = target.past_places(plan.place, layout.spec, plan.origin, plan.pipeline.sink_names)
+        past = target.past_places(plan.place, layout.spec, plan.origin, writers(plan))
         # Another pipeline that writes the source to a table of its own keeps its position.
         is_new = plan.progress.origin is None
         sharers = (*sharers, *(place for place in past if is_new or place.pipeline == plan.place.pipeline))

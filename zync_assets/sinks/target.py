@@ -20,7 +20,7 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -281,10 +281,10 @@ class Target(ABC):
         """Whether the table is there. A target that can't tell says yes."""
         return True
 
-    def past_places(self, place: Place, spec: TableSpec, origin: str, sinks: Collection[str]) -> Sequence[Place]:
-        """The places that wrote the source to this target before, if the table has records of the source. ``sinks``: those of the
-        pipeline file, which do not count. A sink, or its pipeline, may have been renamed. ``origin``: as in Progress. A place
-        without a sink: the table has records of the source's topic, and the target has no position of the topic."""
+    def past_places(self, place: Place, spec: TableSpec, origin: str, writers: Mapping[Place, bool]) -> Sequence[Place]:
+        """The places that wrote the source to this target before, if the table has records of it. A sink, or its pipeline, may
+        have been renamed. ``origin``: as in Progress. ``writers``: the places of the pipeline file, whose sinks do not count, and
+        whether each writes the table. A place without a sink: no writer of the table has a position of its records' topic."""
         return ()
 
     @abstractmethod

@@ -336,6 +336,36 @@ def test_rows_without_their_position_are_not_written_twice(
     assert not found.passed and "the table has the row 2 times" in found.summary
 
 
+def test_rows_without_their_position_are_not_written_twice_beside_a_sink_with_a_position(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """The sink of another table writes first, and then has a position of the same topic."""
+    text, to = APPENDED[: APPENDED.index("sinks:")], "type: sqlite, url: shop.db, from: [Raw.$left]"
+    text += f"""sinks:
+  - {{name: latest, {to}, table: latest}}
+  - {{name: shop, {to}, table: rows, mode: insert}}
+  - {{name: other, {to}, table: rows, mode: insert, before: {{where: key IS NULL}}}}
+"""
+    it = mini(services, spark, tmp_path, unique, text)
+    it.send(it.left, row(1, "a"), row(2, "b"))
+    it.ingest()
+    # Two sinks of the file may append to one table.
+    assert write(it) == [2, 2, 0]
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("CREATE TABLE own AS SELECT * FROM rows")
+        connection.execute("DROP TABLE rows")
+        connection.execute("ALTER TABLE own RENAME TO rows")
+        connection.execute("DROP TABLE zync_positions")
+    for _ in range(2):
+        with pytest.raises(
+            SinkError, match=rf"table rows: the table has records of {it.left}, and .* no position of them"
+        ):
+            write(it)
+    assert rows(it, "SELECT count(*) FROM rows") == [(2,)]
+    reset_sink(it.pipeline, lambda: spark, "shop", "rows")
+    assert write(it) == [2, 0]
+
+
 def shown(it: Mini, topic: str, offset: int) -> dict[str, Any]:
     """A record as ``zync quarantine show`` prints it."""
     line = ["quarantine", "show", str(it.pipeline.path), topic, str(offset), "--format", "json"]
