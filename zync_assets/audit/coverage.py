@@ -371,12 +371,12 @@ class _InputPartition:
 
     def _with_retention(self, counts: np.ndarray) -> np.ndarray:
         """The counts of classes where retention removed records that made no output: the account's counters are believed."""
-        totals = counts.copy()
-        # Of a record that was done at a rebuild, no output tells.
-        place = self.topic, self.partition
-        for name in ("unmatched", "dropped", *(["done"] if place in self.state.head.rebuilt else [])):
+        # Of a record that was done at a rebuild, or became a row of a view's table, perhaps no output tells.
+        totals, head = counts.copy(), self.state.head
+        is_silent = (self.topic, self.partition) in head.rebuilt or self.topic in head.table_topics
+        for name in ("unmatched", "dropped", *(["done"] if is_silent else [])):
             code = CLASSES.index(name)
-            head_count = self.state.head.counts.get((self.topic, self.partition, name), 0)
+            head_count = head.counts.get((self.topic, self.partition, name), 0)
             totals[code] = max(head_count, counts[code])
         return totals
 

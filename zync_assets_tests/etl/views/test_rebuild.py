@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from zync_assets.audit.guard import exactly_once_done_coverage
 from zync_assets.errors import EtlError
 from zync_assets.lake.raw import open_raw
 from zync_assets.local.services import Services
@@ -75,3 +76,20 @@ def test_a_view_goes_on_after_retention_and_a_rebuild_of_its_state_names_what_is
     it.send(it.right, row(8, name="Rob"))
     it.step()
     assert folded(it) == {1: "Anna", 2: "Rob", 3: "Anna", 4: "Rob"}
+
+
+def test_a_row_that_made_no_output_is_not_missed_after_retention(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """No source of an output tells that the record existed."""
+    it = made(services, spark, tmp_path, unique, ", retention: 1d")
+    it.send(it.right, row(7, name="Ann"), row(9, name="Rob"))
+    it.send(it.left, row(1, of=7))
+    it.step()
+    # The records are of 2023: the commit after the next batch removes them.
+    it.send(it.left, row(2, of=7))
+    it.step()
+    right = open_raw(it.lake, "Raw", it.right)
+    assert right is not None and right.retention_count == {0: 2}
+    found = exactly_once_done_coverage(it.pipeline, "Staging")
+    assert found.passed, found.summary
