@@ -204,6 +204,8 @@ class FilesTarget(Target):
             objects = (*(item.path for item in present_objects), *old_state.tails.values())
         replaced_paths = {promise.replaces for promise in promises.values()}
         cured_spots = set(merge.cured)
+        if not cured_spots <= {(item[0], item[1]) for item in old_state.bad}:
+            raise CommitConflict(f"{merge.place}: another run took a record out of quarantine first; run again")
         bad_records = [item for item in old_state.bad if (item[0], item[1]) not in cured_spots]
         bad_records += [(item.partition, item.offset, item.key, item.error) for item in merge.bad]
         return ArchiveState(

@@ -11,6 +11,7 @@ from functools import partial, reduce
 
 import pyarrow as pa
 
+from zync_assets.conflicts import retried
 from zync_assets.errors import TargetRefused
 from zync_assets.lake.quarantine_table import Selection
 from zync_assets.offsets import OffsetRange, place_text
@@ -56,7 +57,11 @@ def replay_refused(pipeline: Pipeline, session: Session, selection: Selection) -
     for plan in _plans(pipeline, selection):
         if records := _chosen_records(plan, selection):
             with search_settings(session()):
-                reasons = _replay(plan, session, records)
+                reasons = retried(
+                    partial(plan_sink, pipeline, plan.sink, plan.table),
+                    lambda new: _replay(new, session, _chosen_records(new, selection)),
+                    first=plan,
+                )
             count += len(records) - len(reasons)
             by_spot = {(item.partition, item.offset): item for item in records}
             reason_by_record |= {
@@ -67,14 +72,16 @@ def replay_refused(pipeline: Pipeline, session: Session, selection: Selection) -
 
 def drop_refused(pipeline: Pipeline, selection: Selection) -> int:
     """Give up refused records; returns their number. Needs no JVM."""
-    count = 0
-    for plan in _plans(pipeline, selection):
-        if records := _chosen_records(plan, selection):
-            spots = tuple((item.partition, item.offset) for item in records)
+
+    def drop(plan: SinkPlan) -> int:
+        spots = tuple((item.partition, item.offset) for item in _chosen_records(plan, selection))
+        if spots:
             # No load table is merged, so that the columns do not matter.
             plan.target().merge(_merge(plan, TableSpec(plan.table.name, (), (), plan.sink.mode), spots))
-            count += len(records)
-    return count
+        return len(spots)
+
+    plans = _plans(pipeline, selection)
+    return sum(retried(partial(plan_sink, pipeline, plan.sink, plan.table), drop, first=plan) for plan in plans)
 
 
 def _plans(pipeline: Pipeline, selection: Selection) -> Iterator[SinkPlan]:
@@ -99,7 +106,10 @@ def _merge(plan: SinkPlan, spec: TableSpec, cured: tuple[Spot, ...]) -> Merge:
 
 
 def _replay(plan: SinkPlan, session: Session, records: Sequence[BadRecord]) -> dict[Spot, str]:
-    """Write refused records of one table again: place → why the record stays."""
+    """Write refused records of one table again: place → why the record stays. CommitConflict if another run wrote to the table,
+    or took one of the records out of quarantine."""
+    if not records:
+        return {}
     table_layout = layout(plan, session)
     spots = [(item.partition, item.offset) for item in records]
     ranges = tuple(OffsetRange(partition, offset, offset + 1) for partition, offset in spots)

@@ -29,6 +29,7 @@ from zync_assets.sinks.sql_types import (
     SqlType,
     advice,
     at_place,
+    check_cured,
     check_load,
     holds,
     missing_key,
@@ -382,6 +383,7 @@ class SqlTarget(Target):
             row = rows.get(partition)
             if (row["next"] if row else None) != expected or (row is not None and row["origin"] != merge.origin):
                 raise CommitConflict(f"{merge.place}: another run wrote first; run again")
+        check_cured(connection, merge, self.lock)
 
     def _advance_positions(self, connection: Connection, merge: Merge) -> None:
         at, names = at_place(POSITIONS, merge.place), place_values(merge.place)

@@ -20,7 +20,7 @@ zync lie in each target: the positions of the sources, and the records that the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -30,7 +30,7 @@ from sqlalchemy import exc
 from sqlalchemy.engine import Connection
 
 from zync_assets.errors import CommitConflict, TableUnfit
-from zync_assets.sinks.target import BadRecord, LoadTable, Place, Progress
+from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, Progress
 
 SqlType: TypeAlias = sa.types.TypeEngine[Any]
 
@@ -218,6 +218,17 @@ def read_progress(connection: Connection, place: Place) -> Progress:
     return Progress(
         {row["partition"]: row["next"] for row in rows}, rows[0]["origin"] if rows else None, by_offset(bad_records)
     )
+
+
+def check_cured(connection: Connection, merge: Merge, lock: Callable[[sa.Select[Any]], sa.Select[Any]]) -> None:
+    """CommitConflict unless the records that leave quarantine are there: another replay may have written them. ``lock``: makes a
+    query that sees the newest rows."""
+    offsets, column = [offset for _, offset in merge.cured], QUARANTINE.c.offset
+    if offsets:
+        query = sa.select(QUARANTINE.c.partition, column).where(*at_place(QUARANTINE, merge.place))
+        rows = connection.execute(lock(query.where(column.between(min(offsets), max(offsets))))).all()
+        if not {(row[0], row[1]) for row in rows}.issuperset(merge.cured):
+            raise CommitConflict(f"{merge.place}: another run took a record out of quarantine first; run again")
 
 
 def by_offset(records: Sequence[BadRecord]) -> tuple[BadRecord, ...]:

@@ -23,8 +23,10 @@ from zync_assets.errors import BadRecords, SinkError, TableUnfit
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake.quarantine_table import Selection
 from zync_assets.local.services import Services
+from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import RegistryConfig
-from zync_assets.sinks import steps
+from zync_assets.sinks import replay, steps
+from zync_assets.sinks.plan import plan_sink
 from zync_assets.sinks.replay import LEFT_OUT, OVERTAKEN, drop_refused, refused_records, replay_refused
 from zync_assets.sinks.steps import Rest, reset_sink, sink_all, sink_awake
 from zync_assets.sinks.target import Place
@@ -334,6 +336,40 @@ def test_rows_without_their_position_are_not_written_twice(
         connection.execute("INSERT INTO rows SELECT * FROM rows LIMIT 1")
     found = rows_match(it.pipeline, lambda: spark, sink, sink.tables[0])
     assert not found.passed and "the table has the row 2 times" in found.summary
+
+
+def test_of_two_replays_at_one_time_one_writes_a_record(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table of the user's own has no primary key, which would refuse the row of the other."""
+    it = mini(services, spark, tmp_path, unique, APPENDED)
+    it.send(it.left, row(1, "a"))
+    it.ingest()
+    write(it)
+    refusal = "CREATE TRIGGER odd BEFORE INSERT ON rows WHEN NEW.v = 'odd' BEGIN SELECT RAISE(ABORT, 'odd'); END"
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        for statement in (
+            "CREATE TABLE own AS SELECT * FROM rows",
+            "DROP TABLE rows",
+            "ALTER TABLE own RENAME TO rows",
+        ):
+            connection.execute(statement)
+        connection.execute(refusal)
+    it.send(it.left, row(2, "odd"), row(3, "odd"))
+    it.ingest()
+    assert sum(made.quarantined for made in sink_all(it.pipeline, lambda: spark)) == 2
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("DROP TRIGGER odd")
+    (sink,) = it.pipeline.sinks
+    before = plan_sink(it.pipeline, sink, sink.tables[0])
+    first = Selection(ranges=(OffsetRange(0, 1, 2),))
+    assert replay_refused(it.pipeline, lambda: spark, first) == (1, {})
+    # The second one has read the quarantine before the first one wrote.
+    monkeypatch.setattr(replay, "_plans", lambda *_: iter([before]))
+    assert drop_refused(it.pipeline, first) == 0
+    assert replay_refused(it.pipeline, lambda: spark, Selection())[1] == {}
+    assert rows(it, "SELECT id, v FROM rows ORDER BY id") == [(1, "a"), (2, "odd"), (3, "odd")]
+    assert rows(it, "SELECT * FROM zync_quarantine") == []
 
 
 def test_rows_without_their_position_are_not_written_twice_beside_a_sink_with_a_position(
