@@ -223,11 +223,12 @@ def read_progress(connection: Connection, place: Place) -> Progress:
 def check_cured(connection: Connection, merge: Merge, lock: Callable[[sa.Select[Any]], sa.Select[Any]]) -> None:
     """CommitConflict unless the records that leave quarantine are there: another replay may have written them. ``lock``: makes a
     query that sees the newest rows."""
-    offsets, column = [offset for _, offset in merge.cured], QUARANTINE.c.offset
-    if offsets:
-        query = sa.select(QUARANTINE.c.partition, column).where(*at_place(QUARANTINE, merge.place))
-        rows = connection.execute(lock(query.where(column.between(min(offsets), max(offsets))))).all()
-        if not {(row[0], row[1]) for row in rows}.issuperset(merge.cured):
+    if merge.cured:
+        offsets = [offset for _, offset in merge.cured]
+        is_near = QUARANTINE.c.offset.between(min(offsets), max(offsets))
+        query = sa.select(QUARANTINE).where(*at_place(QUARANTINE, merge.place), is_near)
+        rows = connection.execute(lock(query)).mappings().all()
+        if not {(row["partition"], row["offset"]) for row in rows}.issuperset(merge.cured):
             raise CommitConflict(f"{merge.place}: another run took a record out of quarantine first; run again")
 
 
