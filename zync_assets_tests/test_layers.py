@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ def own_name(path: Path) -> str:
     return ".".join(part for part in inner.parts if part != "__init__")
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """Absolute names of all modules that a file imports, inside functions and for types too."""
     found: set[str] = set()

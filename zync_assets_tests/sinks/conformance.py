@@ -1,18 +1,17 @@
 """A target's contract: after random batches, schema changes and kills, the table equals a model in plain Python.
 
-``python -m zync_assets_tests.sinks.conformance TYPE URL SEED BATCHES`` applies batches as a sink does, from the target's own
-position on; ``… TYPE URL reset`` empties the table. A test kills the process at a crash point, and runs it again. A new target
-passes by a call of ``assert_conforms``.
+A process applies batches as a sink does, from the target's own position on, or empties the table. A test kills the process at a
+crash point, and starts another one. A new target passes by a call of ``assert_conforms``.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import multiprocessing
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, date, datetime, time
@@ -23,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from zync_assets import crashes
 from zync_assets.errors import CommitConflict, TargetRefused
 from zync_assets.pipeline import Sink
 from zync_assets.sinks.fold import Records, fold
@@ -214,10 +214,27 @@ def rows_of(target: Target) -> dict[tuple[int, str], dict[str, Any]]:
     return found
 
 
-def run(kind: str, url: str, *work: object, point: str | None = None) -> int:
-    command = [sys.executable, "-m", "zync_assets_tests.sinks.conformance", kind, url, *map(str, work)]
-    env = {**os.environ, **({"ZYNC_CRASH": point} if point else {})}
-    return subprocess.run(command, env=env, check=False, capture_output=point is not None).returncode
+def run(kind: str, url: str, *batches: int, point: str | None = None) -> int | None:
+    """Apply some batches, of a seed and to a count, in a process of its own; without them empty the table. Returns the exit
+    code. ``point``: where the process is killed."""
+    context = multiprocessing.get_context("forkserver")
+    # The server of the processes imports these modules once. The import takes longer than the work.
+    context.set_forkserver_preload([__name__, "zync_assets.sinks.sql"])
+    process = context.Process(target=_work, args=(kind, url, batches, point))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _work(kind: str, url: str, batches: Sequence[int], point: str | None) -> None:
+    if point is not None:
+        os.environ["ZYNC_CRASH"] = point
+        importlib.reload(crashes)
+    target = open_target(sink(kind, url))
+    if batches:
+        apply(target, *batches)
+    else:
+        reset(target)
 
 
 def assert_conforms(kind: str, url: str, load_tables: Any, *, count: int = 8, seed: int = 1) -> None:
@@ -277,7 +294,7 @@ def _assert_reset_goes_on(kind: str, url: str, seed: int, count: int) -> None:
     for point in RESET_POINTS:
         before = target.progress(PLACE)
         assert (before.origin, rows_of(target)) == (ORIGIN, wanted)
-        assert run(kind, url, "reset", point=point) == -9
+        assert run(kind, url, point=point) == -9
         after = target.progress(PLACE)
         if after.origin == ORIGIN:
             assert (after, rows_of(target)) == (before, wanted)
@@ -286,7 +303,7 @@ def _assert_reset_goes_on(kind: str, url: str, seed: int, count: int) -> None:
         else:
             with pytest.raises(CommitConflict):
                 target.merge(Merge(PLACE, spec(target, changed=True), ORIGIN, before.next, {0: 10_000}))
-        assert run(kind, url, "reset") == 0
+        assert run(kind, url) == 0
         assert (target.progress(PLACE).next, target.progress(PLACE).bad, rows_of(target)) == ({}, (), {})
         assert run(kind, url, seed, count) == 0
     assert rows_of(target) == wanted
@@ -299,11 +316,3 @@ def assert_refuses(target: Target, table: TableSpec, batch: Sequence[Change]) ->
         loads = load(target, table, name, batch, 0)
         target.merge(Merge(PLACE, table, ORIGIN, {0: None}, {0: 1}, tuple(loads)))
     return str(refusal.value)
-
-
-if __name__ == "__main__":
-    _kind, _url, *_work = sys.argv[1:]
-    if _work == ["reset"]:
-        reset(open_target(sink(_kind, _url)))
-    else:
-        apply(open_target(sink(_kind, _url)), *map(int, _work))
