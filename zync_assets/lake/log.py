@@ -394,20 +394,18 @@ def list_files(table: LakeTable) -> list[DataFile]:
         pairs = zip(column(f"{bound}.order.high"), column(f"{bound}.order.low"), strict=True)
         return [None if high is None or low is None else (high, low) for high, low in pairs]
 
-    lows, highs = orders("min"), orders("max")
+    pairs = list(zip(orders("min"), orders("max"), strict=True))
     # The limit of 32 columns may lie between the two parts of an order.
     if "order" in table.schema.names and not {"min.order.high", "min.order.low"} <= set(actions.column_names):
         logged = _logged_orders(table.uri, table.version)
-        lows, highs = ([logged[path][side] for path in column("path")] for side in (0, 1))
+        pairs = [logged[path] if any(logged[path]) else _compacted_orders(table.uri, path) for path in column("path")]
     now = time.time()
     return [
-        DataFile(
-            unquote(path), size, records or 0, partition, first, last, low, high, group, least, most, now, commit_time
-        )
-        for path, size, records, partition, first, last, low, high, group, commit_time, least, most in zip(
+        DataFile(unquote(path), size, count, partition, first, last, low, high, group, least, most, now, commit_time)
+        for path, size, count, partition, first, last, low, high, group, commit_time, (least, most) in zip(
             column("path"),
             column("size_bytes"),
-            column("num_records"),
+            (records or 0 for records in column("num_records")),
             column("min.kafka.partition"),
             column("min.kafka.offset"),
             column("max.kafka.offset"),
@@ -415,8 +413,7 @@ def list_files(table: LakeTable) -> list[DataFile]:
             column("max.kafka.time"),
             column("partition.topic"),
             column("modification_time"),
-            lows,
-            highs,
+            pairs,
             strict=True,
         )
     ]
@@ -437,6 +434,14 @@ def _logged_orders(uri: str, version: int) -> dict[str, tuple[Order | None, Orde
             texts[action["path"]] = action["stats"]
     stats = {path: json.loads(text or "{}") for path, text in texts.items()}
     return {path: (_order(item, "minValues"), _order(item, "maxValues")) for path, item in stats.items()}
+
+
+def _compacted_orders(uri: str, path: str) -> tuple[Order | None, Order | None]:
+    """Earlier versions did not know the orders of such a table's files, and logged none of a file that compaction made."""
+    if not re.fullmatch(r"compact-[0-9a-f]+\.parquet", path):
+        return None, None
+    lows, highs = zip(*storage.column_bounds(storage.join(uri, path), "order.high", "order.low"), strict=True)
+    return None if None in lows else lows, None if None in highs else highs
 
 
 def _millis(moments: pa.ChunkedArray) -> pa.ChunkedArray:

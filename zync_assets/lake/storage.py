@@ -228,6 +228,24 @@ def file_size(uri: str) -> int:
     return int(info.size or 0)
 
 
+@lru_cache(10_000)
+def column_bounds(uri: str, *columns: str) -> list[tuple[int | None, int | None]]:
+    """The least and the greatest value of some leaf columns (dotted paths), by the footer of a Parquet file. The least is None
+    where some rows have no value, both are None where no row has one. LakeError if the file can't be read."""
+    system, path = filesystem(uri)
+    with access_errors(uri, "can't be read"):
+        footer = pq.read_metadata(path, filesystem=system)
+    groups = [footer.row_group(place) for place in range(footer.num_row_groups)]
+    chunks = [group.column(place) for group in groups for place in range(group.num_columns)]
+    bounds: list[tuple[int | None, int | None]] = []
+    for name in columns:
+        parts = [chunk.statistics for chunk in chunks if chunk.path_in_schema == name]
+        lows, highs = ([getattr(part, side) for part in parts if part and part.has_min_max] for side in ("min", "max"))
+        is_whole = bool(parts) and len(lows) == len(parts) and not any(part.null_count for part in parts)
+        bounds.append((min(lows) if is_whole else None, max(highs, default=None)))
+    return bounds
+
+
 def read_file(uri: str, columns: Sequence[str] | None = None) -> pa.Table:
     """A Parquet file, or some leaf columns (dotted paths) of it. A column that the file lacks is left out.
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from zync_assets.lake import storage, tables
+from zync_assets.lake import compaction, storage, tables
 from zync_assets.lake.raw import ORDER, RawAdvance, commit_advance, open_raw
 from zync_assets.lake.raw_files import ORDER_TYPE, PartitionWriters, RangeWriter
 from zync_assets_tests.lake.rows import records
@@ -76,3 +76,35 @@ def test_a_wide_table_keeps_the_orders_of_its_files(
     state = open_raw(str(tmp_path), "Raw", "t")
     assert state is not None
     assert [(item.min_order, item.max_order) for item in state.files] == [((5, 0), (5, 2))] * 3
+
+
+def test_a_file_that_an_earlier_version_compacted_keeps_its_orders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That version knew no orders of a wide table's files, and logged none of the compacted file. The first records may have
+    none."""
+    monkeypatch.setattr(tables, "CONFIGURATION", {})
+    uri = storage.raw_uri(str(tmp_path), "Raw", "t")
+    value = pa.array([{f"f{number}": 1 for number in range(40)}] * 3)
+    for number in range(3):
+        rows = records(range(3 * number, 3 * number + 3))
+        rows = rows.set_column(rows.schema.get_field_index("value"), "value", value)
+        if number:
+            orders = pa.array([{"high": 5 * number, "low": low} for low in range(3)], ORDER_TYPE)
+            rows = rows.append_column(ORDER, orders)
+        with RangeWriter(uri, 0) as writer:
+            writer.write(rows)
+        state = open_raw(str(tmp_path), "Raw", "t")
+        files = [item for item, _ in writer.files]
+        advance = RawAdvance("t", "id", rows.schema, files, {} if number else {0: 0}, {0: 3 * number + 3})
+        commit_advance(uri, state, replace(advance, orders={0: (5 * number, 2)} if number else {}, domain="shop"))
+    for first, bounds in ((1, ((5, 0), (10, 2))), (0, (None, (10, 2)))):
+        table = tables.open_table(uri)
+        assert table is not None
+        run = sorted(table.files, key=lambda item: item.first or 0)[first:]
+        compacted = replace(compaction.rewrite(uri, run, table.schema), min_order=None, max_order=None)
+        compaction.commit(table, [compacted], [run])
+        tables.forget(uri)
+        state = open_raw(str(tmp_path), "Raw", "t")
+        assert state is not None
+        assert (state.files[-1].min_order, state.files[-1].max_order) == bounds
