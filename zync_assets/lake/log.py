@@ -425,13 +425,13 @@ def _logged_orders(uri: str, version: int) -> dict[str, tuple[Order | None, Orde
     delta-rs reads the statistics of a table's first 32 columns alone, unless the table has a property that ``create_table``
     sets. An older table lacks the property, and ``order`` is the last column of a raw table.
     """
-    texts: dict[str, str] = {}
+    texts: dict[str, str | None] = {}
     with _log_errors(uri, version):
         checkpoint = _checkpoint(uri, version)
         if checkpoint is not None:
             texts = _checkpoint_values(uri, checkpoint[1], "add", "path", "stats")
         for action in _actions(uri, "add", 0 if checkpoint is None else checkpoint[0] + 1, version):
-            texts[action["path"]] = action["stats"]
+            texts[action["path"]] = action.get("stats")
     stats = {path: json.loads(text or "{}") for path, text in texts.items()}
     return {path: (_order(item, "minValues"), _order(item, "maxValues")) for path, item in stats.items()}
 

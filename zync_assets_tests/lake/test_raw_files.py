@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
-from zync_assets.lake import compaction, storage, tables
-from zync_assets.lake.raw import ORDER, RawAdvance, commit_advance, open_raw
+from zync_assets.errors import TableDamaged
+from zync_assets.lake import compaction, log, storage, tables
+from zync_assets.lake.raw import ORDER, RawAdvance, check_whole, commit_advance, open_raw
 from zync_assets.lake.raw_files import ORDER_TYPE, PartitionWriters, RangeWriter
 from zync_assets_tests.lake.rows import records
 
@@ -82,7 +84,7 @@ def test_a_file_that_an_earlier_version_compacted_keeps_its_orders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That version knew no orders of a wide table's files, and logged none of the compacted file. The first records may have
-    none."""
+    none. A file of another program, without statistics, is named."""
     monkeypatch.setattr(tables, "CONFIGURATION", {})
     uri = storage.raw_uri(str(tmp_path), "Raw", "t")
     value = pa.array([{f"f{number}": 1 for number in range(40)}] * 3)
@@ -108,3 +110,7 @@ def test_a_file_that_an_earlier_version_compacted_keeps_its_orders(
         state = open_raw(str(tmp_path), "Raw", "t")
         assert state is not None
         assert (state.files[-1].min_order, state.files[-1].max_order) == bounds
+    entry = {"path": "foreign.parquet", "partitionValues": {}, "size": 1, "modificationTime": 0, "dataChange": True}
+    Path(uri, "_delta_log", log.name(state.table.version + 1)).write_text(json.dumps({"add": entry}))
+    with pytest.raises(TableDamaged, match=r"no statistics of file foreign\.parquet"):
+        check_whole(open_raw(str(tmp_path), "Raw", "t") or state)
