@@ -50,19 +50,27 @@ def raw_rows(spark: SparkSession, state: StagingState, raw: RawState, table: Tab
     EtlError if retention removed some of them.
     """
     topic = table.topic
+    if removed_ranges := removed_records(state, raw, topic):
+        removed = removed_ranges[0]
+        raise EtlError(
+            f"table {table.name}: retention removed the records of topic {topic}, partition {removed.partition}, offsets"
+            f" {removed.first} to {removed.end - 1} from {raw.table.uri}, so that the state can't be made again. Nothing was"
+            " done. Restore the raw table to a version with these records, or go on with the present state."
+        )
     positions = {part: item for (name, part), item in state.head.inputs.items() if name == topic}
-    for part, item in sorted(positions.items()):
-        start = raw.retention_start.get(part, 0)
-        if start > item.first:
-            raise EtlError(
-                f"table {table.name}: retention removed the records of topic {topic}, partition {part}, offsets {item.first} to"
-                f" {start - 1} from {raw.table.uri}, so that the state can't be made again. Nothing was done. Restore the raw"
-                " table to a version with these records, or go on with the present state."
-            )
     ranges = [OffsetRange(part, item.first, item.seen) for part, item in positions.items()]
     frame = frames.record_frame(spark, raw, [part for part in ranges if not part.empty])
     condition = _quarantined_records(state, topic).condition(topic)
     return frame if condition is None else frame.where(f"NOT ({condition})")
+
+
+def removed_records(state: StagingState, raw: RawState, topic: str) -> list[OffsetRange]:
+    """The offsets of a topic that the pool has taken and that retention removed from the raw table."""
+    positions = sorted((part, item) for (name, part), item in state.head.inputs.items() if name == topic)
+    ranges = (
+        OffsetRange(part, item.first, max(item.first, raw.retention_start.get(part, 0))) for part, item in positions
+    )
+    return [part for part in ranges if not part.empty]
 
 
 def _quarantined_records(state: StagingState, topic: str) -> Failures:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zync_assets.audit.guard import exactly_once_done_coverage
+from zync_assets.checks.state_checks import state_equals_raw
 from zync_assets.errors import EtlError
 from zync_assets.lake.raw import open_raw
 from zync_assets.local.services import Services
@@ -93,3 +94,7 @@ def test_a_row_that_made_no_output_is_not_missed_after_retention(
     assert right is not None and right.retention_count == {0: 2}
     found = exactly_once_done_coverage(it.pipeline, "Staging")
     assert found.passed, found.summary
+    state = state_equals_raw(it.pipeline, "Staging", lambda: spark)
+    assert state.passed and state.summary == (
+        f"0 rows of state equal the raw pool; not compared, because retention removed raw records: {it.left}, {it.right}"
+    )
