@@ -12,7 +12,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -256,9 +256,13 @@ class Workload:
     """Two sessions whose transactions overlap."""
 
     def __init__(self, server: Postgres) -> None:
+        """Make the database and its first rows."""
+        server.run("postgres", "CREATE DATABASE source")
+        server.run("source", *SOURCE)
         self.dice = random.Random(18)
         self.sessions = [Session(server, self.dice, place) for place in range(2)]
         self.bursts = 0
+        self.burst()
 
     def burst(self, half_way: Callable[[], None] | None = None) -> None:
         """Many changes at once. Transactions may stay open to the next burst."""
@@ -286,6 +290,12 @@ class Workload:
     def changes(self) -> int:
         """The committed changes."""
         return sum(session.changes for session in self.sessions)
+
+
+def connector_settings(server: Postgres, prefix: str, topics: Sequence[str]) -> dict[str, str]:
+    """The settings of the source connector. ``topics``: of its tables."""
+    tables = ",".join(topic.removeprefix(f"{prefix}.") for topic in topics)
+    return source_settings(server, "source", tables, prefix, "shop")
 
 
 def make_pipeline(
@@ -451,12 +461,8 @@ def test_the_target_of_a_running_chain_is_the_source_s_join(
     by_time = make_pipeline(services, tmp_path, "by-time", prefix, ", order: time")
     inputs = [item.topic for item in by_time.inputs]
     with postgres() as server, worker(services, tmp_path, "America/New_York") as connect:
-        server.run("postgres", "CREATE DATABASE source")
-        server.run("source", *SOURCE)
         load = Workload(server)
-        load.burst()
-        tables = ",".join(topic.removeprefix(f"{prefix}.") for topic in inputs)
-        settings = source_settings(server, "source", tables, prefix, "shop")
+        settings = connector_settings(server, prefix, inputs)
         settings |= {"topic.creation.default.partitions": "2", "provide.transaction.metadata": str(whole).lower()}
         load.burst(half_way=partial(connect.start, "source", settings, "avro"))
         load.bursts_until(lambda: len(ends(shop, *inputs)) == len(inputs))
@@ -549,12 +555,8 @@ def test_the_changes_that_a_killed_connector_sends_again_are_left_out(
         )
 
     with postgres() as server:
-        server.run("postgres", "CREATE DATABASE source")
-        server.run("source", *SOURCE)
         load = Workload(server)
-        load.burst()
-        tables = ",".join(topic.removeprefix(f"{prefix}.") for topic in inputs)
-        settings = source_settings(server, "source", tables, prefix, "shop")
+        settings = connector_settings(server, prefix, inputs)
         with worker(services, tmp_path, "UTC") as connect:
             connect.start("source", settings, "avro")
             load.bursts_until(lambda: len(ends(shop, *inputs)) == len(inputs))
