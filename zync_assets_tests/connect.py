@@ -223,7 +223,8 @@ def worker(services: Services, folder: Path, time_zone: str, flush_seconds: int 
 def _running(
     command: Sequence[str | Path], cwd: Path, log: Path, user: Mapping[str, Any], stop: str = "TERM"
 ) -> Generator[Path]:
-    """A process whose output goes to ``log``. It ends when this process ends, however that happens. ``stop``: the signal."""
+    """A process whose output goes to ``log``. The process ends with this one, even if a signal kills this one.
+    ``stop``: the signal that ends it."""
     script = 'log=$1; shift; "$@" >"$log" 2>&1 </dev/null & server=$!; read _; kill -$0 $server; wait $server'
     process = subprocess.Popen(
         ["/bin/sh", "-c", script, stop, str(log), *command],

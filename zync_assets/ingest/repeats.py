@@ -265,21 +265,17 @@ def _rows(search: PartitionSearch, candidates: Mapping[int, _Candidate]) -> Iter
     orders = _pairs(*(np.array([item.order[side] for item in candidates.values()], np.int64) for side in (0, 1)))
     offsets = np.fromiter(candidates, np.int64, len(candidates))
     earlier_files = sorted(search.earlier_files, key=lambda item: item.first or 0)
-    places = [
-        (item, *_at_orders(storage.join(search.uri, item.path), orders))
-        for item in earlier_files
-        if _meets(item, orders)
-    ]
-    places += [(item, *_at_orders(storage.join(search.uri, item.path), orders)) for item in search.files]
+    files = [*(item for item in earlier_files if _meets(item, orders)), *search.files]
+    places = [(item, *_at_orders(storage.join(search.uri, item.path), orders)) for item in files]
     known_orders = np.concatenate([pairs for _, _, pairs in places])
     offsets = offsets[np.isin(orders, known_orders)]
     for item, near_offsets, _ in places:
         inside = offsets[(offsets >= (item.first or 0)) & (offsets <= (item.last or 0))]
-        wanted = pa.array(np.union1d(near_offsets, inside))
-        if not len(wanted):
+        file_offsets = pa.array(np.union1d(near_offsets, inside))
+        if not len(file_offsets):
             continue
         for rows in storage.read_parts(storage.join(search.uri, item.path), _ROWS):
-            near_rows = rows.filter(pc.is_in(pc.struct_field(rows["kafka"], "offset"), wanted))
+            near_rows = rows.filter(pc.is_in(pc.struct_field(rows["kafka"], "offset"), file_offsets))
             if not near_rows.num_rows:
                 continue
             batch = near_rows.combine_chunks().to_batches()[0]
@@ -330,8 +326,8 @@ def _change(order: Order, key: Any, value: Any) -> _Change:
 
 
 def _python_rows(rows: pa.RecordBatch) -> list[dict[str, Any]]:
-    """The rows by column names. Maps are lists of pairs. Where Python can't hold a time of a row, all times of the row are
-    numbers. The other rows are as they would be alone."""
+    """The rows by column names. Maps are lists of pairs. If Python can't hold one time of a row, the row has numbers for all its
+    times. The other rows are as they would be alone."""
     with suppress(OverflowError, ValueError):
         return rows.to_pylist()
     if rows.num_rows > 1:

@@ -230,11 +230,15 @@ def file_size(uri: str) -> int:
 
 @lru_cache(10_000)
 def column_bounds(uri: str, *columns: str) -> list[tuple[int | None, int | None]]:
-    """The least and the greatest value of some leaf columns (dotted paths), by the footer of a Parquet file. The least is None
-    where some rows have no value, both are None where no row has one. LakeError if the file can't be read."""
+    """As ``footer_bounds``, of a Parquet file. LakeError if the file can't be read."""
     system, path = filesystem(uri)
     with access_errors(uri, "can't be read"):
-        footer = pq.read_metadata(path, filesystem=system)
+        return footer_bounds(pq.read_metadata(path, filesystem=system), *columns)
+
+
+def footer_bounds(footer: pq.FileMetaData, *columns: str) -> list[tuple[int | None, int | None]]:
+    """The least and the greatest value of some leaf columns (dotted paths), by the footer of a Parquet file. The least is None
+    if some rows have no value. Both are None if no row has a value."""
     groups = [footer.row_group(place) for place in range(footer.num_row_groups)]
     chunks = [group.column(place) for group in groups for place in range(group.num_columns)]
     bounds: list[tuple[int | None, int | None]] = []

@@ -206,20 +206,10 @@ def _state_file(uri: str, path: str, group: str) -> DataFile:
     system, full = storage.filesystem(place)
     with storage.access_errors(place, "can't be read"):
         about = pq.read_metadata(full, filesystem=system)
-    bounds = [_bounds(about, name) for name in (f"{ORDER}.high", f"{ORDER}.low")]
-    low, high = ((bounds[0][at], bounds[1][at]) for at in (0, 1))
+    lows, highs = zip(*storage.footer_bounds(about, f"{ORDER}.high", f"{ORDER}.low"), strict=True)
+    min_order, max_order = None if None in lows else lows, None if None in highs else highs
     size = storage.file_size(place)
-    return DataFile(path, size, about.num_rows, group=group, min_order=low, max_order=high)
-
-
-def _bounds(about: pq.FileMetaData, name: str) -> Range:
-    """The least and the greatest value of a column of numbers without nulls."""
-    bounds: list[Range] = []
-    for at in range(about.num_row_groups):
-        group = about.row_group(at)
-        column = next(group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema == name)
-        bounds.append((column.statistics.min, column.statistics.max))
-    return min((low for low, _ in bounds), default=0), max((high for _, high in bounds), default=0)
+    return DataFile(path, size, about.num_rows, group=group, min_order=min_order, max_order=max_order)
 
 
 TASK_RECORDS = 250_000
