@@ -23,6 +23,8 @@ from pydantic import Field, field_validator
 
 from zync_assets.errors import SetupError
 from zync_assets.pipeline import Pipeline, RegistryConfig
+from zync_assets.pipeline_file.fields import http_fault
+from zync_assets.pipeline_file.key import kafka_faults
 from zync_assets.spark.session import session_with
 from zync_assets.spark.settings import spark_settings
 
@@ -90,8 +92,14 @@ class KafkaResource(ConfigurableResource, extra="forbid", hide_input_in_errors=T
     _paths = _paths_as_text
 
     def settings(self) -> dict[str, str]:
-        """The properties as librdkafka spells them; SetupError for an environment variable that is not there."""
-        return _settings(self, {"oauth_cb": "oauth_cb"})
+        """The properties as librdkafka spells them, which librdkafka checks without a broker.
+
+        SetupError for an environment variable that is not there, and for a property that librdkafka refuses.
+        """
+        properties = _settings(self, {"oauth_cb": "oauth_cb"})
+        for key, reason in kafka_faults(properties):
+            raise SetupError(f"KafkaResource: {key} {reason}")
+        return properties
 
 
 class RegistryResource(ConfigurableResource, extra="forbid", hide_input_in_errors=True):
@@ -115,8 +123,14 @@ class RegistryResource(ConfigurableResource, extra="forbid", hide_input_in_error
     _paths = _paths_as_text
 
     def settings(self) -> dict[str, str]:
-        """The properties as Confluent's client spells them; SetupError for an environment variable that is not there."""
-        return _settings(self, {})
+        """The properties as Confluent's client spells them.
+
+        SetupError for an environment variable that is not there, and for an address that is none.
+        """
+        properties = _settings(self, {})
+        if fault := http_fault(properties["url"]):
+            raise SetupError(f"RegistryResource: url {fault}")
+        return properties
 
 
 def _settings(resource: KafkaResource | RegistryResource, names: Mapping[str, str]) -> dict[str, str]:

@@ -311,6 +311,9 @@ class Quarantined:
         rows = self.left_out[self.left_out[:, 0] == partition]
         return int((rows[:, 2] - rows[:, 1]).sum())
 
+    def left_out_at(self, partition: int, offset: int) -> bool:
+        return not len(self.unexplained(partition, np.array([offset])))
+
     def unexplained(self, partition: int, offsets: np.ndarray) -> np.ndarray:
         """Those offsets that lie in no accepted loss and that ingest did not leave out."""
         rows = self.left_out[self.left_out[:, 0] == partition]

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from zync_assets.audit.account import read_waiting
+from zync_assets.audit.account import read_quarantine, read_waiting
 from zync_assets.cli.terminal import (
     OFFSET,
     PARTITION,
@@ -197,7 +197,30 @@ def _pending_trace(pipeline: Pipeline, place: tuple[str, int, int]) -> list[Row]
                 {**_source(pipeline, item["rule"], item), "role": role, "rule": item["rule"]} for role, item in roles
             ]
     topic, partition, offset = place
-    raise LakeError(f"topic {topic}, partition {partition}: offset {offset} is not pending; trace an output instead")
+    state = _record_state(pipeline, topic, partition, offset)
+    raise LakeError(f"topic {topic}, partition {partition}: offset {offset} is not pending: {state}")
+
+
+def _record_state(pipeline: Pipeline, topic: str, partition: int, offset: int) -> str:
+    """Where a record of an input is that does not wait, as the end of a sentence."""
+    snapshot = Snapshot(pipeline)
+    state = snapshot.raw(topic)
+    end = state.next.get(partition) if state is not None else None
+    if state is None or end is None or offset >= end:
+        return f"it is not ingested yet; ingest ends before offset {end or 0}"
+    if offset < state.retention_start.get(partition, 0):
+        return f"retention removed it; the raw table begins at offset {state.retention_start[partition]} now"
+    span = OffsetRange(partition, offset, offset + 1)
+    quarantine = read_quarantine(snapshot, topic, [span])
+    if len(quarantine.records):
+        return f"it is in quarantine. List the records in quarantine: {pipeline.command('quarantine list')}"
+    if quarantine.lost:
+        return "it was lost before ingest read it, and the loss was accepted"
+    if quarantine.left_out_at(partition, offset):
+        return "ingest left it out: it repeats an earlier change, or the input's shape has no place for it"
+    if not raw_rows(pipeline, topic, partition, [offset]):
+        return "the topic has no record there, such as a place that compaction or a transaction left"
+    return "a batch processed it. Trace an output instead: the sources of an output are the records that made it"
 
 
 def raw_rows(pipeline: Pipeline, topic: str, partition: int, offsets: Sequence[int]) -> dict[int, dict[str, Any]]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlsplit
 
 from zync_assets.errors import Problem
 from zync_assets.pipeline_file.source import Items, Node, Scalar, YamlEntry, YamlTable
@@ -33,6 +33,8 @@ _SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full
 _MILLIS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
 _HINTED = re.compile(r"([\w-]+):")
 """The keys that a hint names."""
+_LAST_PORT = 65_535
+_HTTP = re.compile(r"https?://[^\s/]")
 _DURATION = re.compile(r"([0-9]{1,6})\s?([smhdw])")
 
 
@@ -72,6 +74,20 @@ def authority_fault(url: str) -> str | None:
         name, _, port = host.rpartition(":") if not host.endswith("]") else (host, "", "")
         if name and port and not port.isdigit():
             return f"has a port that is no number. Write host:port. {cure}"
+        if name and port and int(port) > _LAST_PORT:
+            return f"has a port above {_LAST_PORT}. Write host:port"
+    return None
+
+
+def http_fault(urls: str) -> str | None:
+    """The fault of one or more addresses of HTTP, without their text; None if there is none."""
+    for url in urls.split(","):
+        if not _HTTP.match(url.strip()):
+            return "must begin with http:// or https:// and a host"
+        try:
+            _ = urlsplit(url.strip()).port
+        except ValueError:
+            return "has a host or a port that is none; write it as http://host:8081. In a password, write / as %2F"
     return None
 
 

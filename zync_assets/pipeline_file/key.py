@@ -254,14 +254,18 @@ def read_kafka(fields: Fields) -> dict[str, str]:
     properties = kafka.flat()
     for key in [name for name in properties if name in KAFKA_NAMES]:
         kafka.problem(key, f"is a key of zync's kafka.json; write {KAFKA_NAMES[key]}, as librdkafka spells it")
-    if "oauth_cb" in properties and not _FUNCTION.fullmatch(properties["oauth_cb"]):
-        kafka.problem("oauth_cb", "must name a function, as in package.module:function")
-    _check_kafka(kafka, {key: value for key, value in properties.items() if key not in KAFKA_NAMES})
+    for key, reason in kafka_faults({key: value for key, value in properties.items() if key not in KAFKA_NAMES}):
+        kafka.problem(key, reason)
     return properties
 
 
-def _check_kafka(kafka: Fields, properties: Mapping[str, str]) -> None:
-    """Have librdkafka check the properties. A plugin would run, and bring properties of its own."""
+def kafka_faults(properties: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The properties that librdkafka itself refuses, without a broker, and the fault of each, without its value.
+
+    Properties of a plugin are not known here: the plugin would run. No property is checked beside a plugin's.
+    """
+    if "oauth_cb" in properties and not _FUNCTION.fullmatch(properties["oauth_cb"]):
+        yield "oauth_cb", "must name a function, as in package.module:function"
     checked_properties = {key: value for key, value in properties.items() if key not in _PYTHONS and UNSET not in value}
     if checked_properties.keys() <= {"bootstrap.servers"} or "plugin.library.paths" in checked_properties:
         return
@@ -270,11 +274,11 @@ def _check_kafka(kafka: Fields, properties: Mapping[str, str]) -> None:
 
     for key, is_known in refused_properties(checked_properties).items():
         if not is_known:
-            kafka.problem(key, f"is no property of librdkafka{suggestion(key, _PROPERTIES) or f'; see {_LIST}'}")
+            yield key, f"is no property of librdkafka{suggestion(key, _PROPERTIES) or f'; see {_LIST}'}"
         elif key == "security.protocol":
-            kafka.problem(key, f"must be one of {word_list(_PROTOCOLS)}")
+            yield key, f"must be one of {word_list(_PROTOCOLS)}"
         else:
-            kafka.problem(key, f"has a value that librdkafka does not take; see {_LIST}")
+            yield key, f"has a value that librdkafka does not take; see {_LIST}"
 
 
 def read_spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:

@@ -33,7 +33,7 @@ from zync_assets.pipeline import (
     RegistryConfig,
     Rule,
 )
-from zync_assets.pipeline_file.fields import Fields, kind, one_slash, suggestion, tables, word_list
+from zync_assets.pipeline_file.fields import Fields, http_fault, kind, one_slash, suggestion, tables, word_list
 from zync_assets.pipeline_file.grammar import FILE
 from zync_assets.pipeline_file.key import KAFKA_NAMES, known_names, read_kafka, read_spark
 from zync_assets.pipeline_file.outs import with_patterns
@@ -46,19 +46,6 @@ from zync_assets.pipeline_file.transactions import read_transactions, with_trans
 DEFAULT_LAKE = "./lake"
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_HTTP = re.compile(r"https?://[^\s/]")
-
-
-def _url_fault(urls: str) -> str | None:
-    """The fault of one or more addresses of HTTP, without their text; None if there is none."""
-    for url in urls.split(","):
-        if not _HTTP.match(url.strip()):
-            return "must begin with http:// or https:// and a host"
-        try:
-            _ = urlsplit(url.strip()).port
-        except ValueError:
-            return "has a host or a port that is none; write it as http://host:8081. In a password, write / as %2F"
-    return None
 
 
 def read_lake(fields: Fields, path: Path, env: Mapping[str, str]) -> str:
@@ -115,7 +102,7 @@ def _check(fields: Fields, store: StoreKind, settings: Mapping[str, str]) -> Non
             f"is no setting of {store.name}; there are {word_list(names)}, and delta-rs's own storage options"
             f" ({store.prefix}…){suggestion(name, names)}",
         )
-    if fault := _url_fault(settings.get("endpoint", "http://h")):
+    if fault := http_fault(settings.get("endpoint", "http://h")):
         fields.problem("endpoint", fault)
     # A misspelt setting may be the partner.
     if not unknown and ("access-key-id" in settings) != ("secret-access-key" in settings):
@@ -157,7 +144,7 @@ def default_registry(env: Mapping[str, str]) -> RegistryConfig | None:
     SetupError for a variable that is no URL.
     """
     url = env.get("SCHEMA_REGISTRY_URL")
-    if url and (fault := _url_fault(url)):
+    if url and (fault := http_fault(url)):
         raise SetupError(f"the environment variable SCHEMA_REGISTRY_URL {fault}")
     return RegistryConfig(url) if url else home_registry(env)
 
@@ -183,7 +170,7 @@ def home_registry(env: Mapping[str, str]) -> RegistryConfig | None:
     url, user, password = (values.pop(key, "") for key in _REGISTRY)
     if not url:
         return None
-    if fault := _url_fault(url):
+    if fault := http_fault(url):
         raise PipelineFileError(str(path), [Problem(0, "url", fault)])
     return RegistryConfig(url, {**({"basic.auth.user.info": f"{user}:{password}"} if user else {}), **values})
 
@@ -348,7 +335,7 @@ def _registry(fields: Fields, env: Mapping[str, str], has_avro: bool) -> Registr
         if hint := suggestion(key, ("url",)):
             registry.problem(key, f"is no property of the registry's client{hint}")
     url = properties.pop("url", DEFAULT_REGISTRY)
-    if fault := _url_fault(url):
+    if fault := http_fault(url):
         registry.problem("url", fault)
     return RegistryConfig(url, properties)
 

@@ -60,6 +60,30 @@ def test_the_registry_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hidden" not in f"{found!r} {resource!r}"
 
 
+@pytest.mark.parametrize(
+    ("resource", "message"),
+    [
+        (
+            KafkaResource(bootstrap_servers="b:9092", security_protocol="TLS"),
+            "KafkaResource: security.protocol must be one of PLAINTEXT, SSL, SASL_PLAINTEXT, SASL_SSL",
+        ),
+        (
+            KafkaResource(bootstrap_servers="b:9092", properties={"client.idd": "1"}),
+            "KafkaResource: client.idd is no property of librdkafka; did you mean `client.id`?",
+        ),
+        (
+            KafkaResource(bootstrap_servers="b:9092", oauth_cb="tokens"),
+            "KafkaResource: oauth_cb must name a function, as in package.module:function",
+        ),
+        (RegistryResource(url="foo"), "RegistryResource: url must begin with http:// or https:// and a host"),
+    ],
+)
+def test_a_wrong_value_is_named_as_in_a_file(resource: KafkaResource | RegistryResource, message: str) -> None:
+    with pytest.raises(SetupError) as caught:
+        resource.settings()
+    assert str(caught.value) == message
+
+
 def test_the_place_of_a_file_may_be_a_path() -> None:
     files: dict[str, Any] = {"ssl_ca_location": Path("/ca.pem"), "ssl_key_location": "/key.pem"}
     found = {"ssl.ca.location": "/ca.pem", "ssl.key.location": "/key.pem"}

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
 from zync_assets.cli.main import main
+from zync_assets.cli.records import trace_rows
+from zync_assets.errors import LakeError
 from zync_assets.lake import staging
 from zync_assets_tests.checks.chain import Chain
 from zync_assets_tests.checks.damage import change_account, edit
@@ -87,6 +90,18 @@ def test_what_is_not_staged_is_said(sound_chain: Chain) -> None:
         found = CliRunner().invoke(main, ["trace", path, topic, "0"])
         assert found.exit_code == 1
         assert text in found.stderr
+
+
+def test_a_record_that_does_not_wait_is_explained(sound_chain: Chain) -> None:
+    for partition, offset, text in (
+        (0, 0, "offset 0 is not pending: a batch processed it. Trace an output instead"),
+        (0, 1000, "offset 1000 is not pending: it is not ingested yet; ingest ends before offset 6"),
+        (7, 0, "offset 0 is not pending: it is not ingested yet; ingest ends before offset 0"),
+        (1, 2, "offset 2 is not pending: it is in quarantine. List the records in quarantine: zync quarantine list"),
+    ):
+        with pytest.raises(LakeError) as caught:
+            trace_rows(sound_chain.pipeline, sound_chain.invoices, partition, offset)
+        assert text in str(caught.value)
 
 
 def test_before_the_first_etl_nothing_waits(chain: Chain) -> None:

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from zync_assets import runner
 from zync_assets.checks.output_checks import run_all
+from zync_assets.cli.records import trace_rows
+from zync_assets.errors import LakeError
 from zync_assets.ingest import files as ingest_files
 from zync_assets.ingest import repeats
 from zync_assets.ingest.files import BatchFiles, RangeReading, batch_files, carry_times, without_repeats
@@ -427,6 +429,8 @@ def test_a_restarted_connector_adds_no_output(
     state = open_raw(it.lake, "Raw", it.left)
     assert state is not None
     assert state.left_out == {0: 4}
+    with pytest.raises(LakeError, match="offset 5 is not pending: ingest left it out: it repeats an earlier change"):
+        trace_rows(it.pipeline, it.left, 0, 5)
 
 
 def test_an_input_in_the_order_of_time_keeps_every_record(

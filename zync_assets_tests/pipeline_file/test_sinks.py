@@ -70,6 +70,7 @@ SHARED = "from: [Raw.shop.*], key: [id], table: orders"
                 ("me:12#p@S3CRE@host/shop", "has an @ or a : too many"),
                 ("me:?p@S3CRE@host/shop", "has an @ or a : too many"),
                 ("me:pw@host:abc/shop", "has a port that is no number. Write host:port"),
+                ("me:pw@host:99999/shop", "has a port above 65535. Write host:port"),
             )
         ),
         (
