@@ -216,6 +216,7 @@ def records_in_quarantine(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.send_bad()
     it.step()
     assert "no JSON" in shop.paste(shop.zync("quarantine show", it.left, "999", code=1))
+    assert "no JSON" in shop.paste(shop.zync("trace", it.left, "2", code=1))
     monkeypatch.setattr(quarantine, "REASONS", 0)
     assert "no JSON" in shop.paste(shop.zync("quarantine replay", code=1))
 
