@@ -19,7 +19,7 @@ from zync_assets.etl.rules.denorm import hash_sql, part_type
 from zync_assets.etl.rules.kind import BLAMED, LOOK_HASH, LOOKED, MISSING, SEVERAL, RuleRecords
 from zync_assets.etl.rules.shapes import has_schema, note_schema, type_sql
 from zync_assets.etl.views.query import pruned_sql, used_columns
-from zync_assets.etl.views.state import StateFiles, StateReader
+from zync_assets.etl.views.state import MOST_VALUES, StateFiles, StateReader
 from zync_assets.etl.views.state_index import KeyFilter, looked_up_places, plain_field, with_list
 from zync_assets.etl.views.tables import ROW_VERSION, TableType, table_of, table_type, without_versions
 from zync_assets.lake.log import DataFile
@@ -31,9 +31,6 @@ from zync_assets.spark.sql import leaves, name_sql, text_sql
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
-
-MOST_VALUES = 20_000
-"""The most values whose ranges are fetched. With the ranges, Spark skips parts of files."""
 
 KeyTypes = Sequence[Sequence["DataType"]]
 """The types of the compared values of each look-up of a rule."""

@@ -23,7 +23,7 @@ from zync_assets.etl.rules.kind import Columns, Ordering, OutputColumns
 from zync_assets.etl.views.changes import Change, RowFailures, cause_sql, no_cause_sql
 from zync_assets.etl.views.differences import differences, keyless_failures, outputs
 from zync_assets.etl.views.query import CAUSE, KEY, ORD, Query, V, same_sql
-from zync_assets.etl.views.state import Places, Range, StateFiles, StateReader, is_few
+from zync_assets.etl.views.state import MOST_VALUES, Places, Range, StateFiles, StateReader, is_few
 from zync_assets.etl.views.state_index import (
     KeyFilter,
     integral_column,
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 FEW = 200_000
 """The most touched keys for which the rows of each table are looked up by values. Plain joins find the rows of more keys."""
-MOST_VALUES = 20_000
-"""The most values that are fetched and listed, so that Spark skips parts of files."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,9 @@ PAGE_RECORDS = 500
 """Records of a page. Parquet has the least and the greatest value of each page, so that a look-up reads the pages that may hold
 a wanted value."""
 
+MOST_VALUES = 20_000
+"""The most values of a look-up that the driver fetches and lists, so that Spark skips parts of files."""
+
 Range = tuple[int, int]
 """The least and the greatest value."""
 SlicePlace = tuple[int, int, int]

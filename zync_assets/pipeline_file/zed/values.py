@@ -78,7 +78,6 @@ Value: TypeAlias = "FieldRef | ClosedRecord | OpenRecord | Term"
 NULL = Term("NULL", "null", constant="null")
 FALSE = Term("false", "bool", sure=True, constant="false")
 TRUE = Term("true", "bool", sure=True, constant="true")
-_KAFKA = {"topic": "text", "partition": "int", "offset": "int", "timestamp": "time", "time": "time"}
 TYPES = {
     "bool": ("bool", "BOOLEAN"),
     "int8": ("int", "TINYINT"),
