@@ -25,8 +25,10 @@ from zync_assets.lake.raw import WriterSchema, open_raw, raw_files
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import RegistryConfig, SideFormat
+from zync_assets.publish.restore import restore
 from zync_assets.spark.frames import parquet_frame
 from zync_assets_tests.mini import BOTH, Mini, framed, mini
+from zync_assets_tests.network.front import front
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -283,6 +285,32 @@ def test_a_schema_of_the_file_that_does_not_fit_the_table_is_told_with_topic_and
     with pytest.raises(SchemaError, match=rf"{words} Give value-format and value-schema back"):
         it.ingest(it.left)
     assert it.next(it.left) == {0: 1}
+
+
+def test_an_id_with_another_schema_than_before_puts_its_records_aside(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """As after a loss of the registry's data: all schemas are registered again, and one gets the former id of another one."""
+    it = mini(services, spark, tmp_path, unique, AVRO + RULES)
+    old, new = writer(it, it.left, id="long"), writer(it, it.left, id="long", note="string")
+    before, after = (int.from_bytes(write({"id": 0, "note": ""})[1:5], "big") for write in (old, new))
+    it.send(it.left, old({"id": 1}), new({"id": 2, "note": "b"}))
+    it.ingest(it.left)
+    with front(services.registry_url) as registry:
+        registry.others = {f"/schemas/ids/{before}": f"/schemas/ids/{after}"}
+        it.send(
+            it.left, b"\0" + before.to_bytes(4, "big") + new({"id": 3, "note": "c"})[5:], new({"id": 4, "note": "d"})
+        )
+        lost = it.changed(services.registry_url, registry.url)
+        done = lost.ingest(it.left)[it.left]
+        assert (done.records, done.quarantined) == (1, 1)
+        [entry] = quarantine_table.quarantined_records(lost.pipeline)
+        assert "another schema by this id than when" in entry.error
+        with pytest.raises(SchemaError, match=f"schema id {before}: the registry has another schema by this id"):
+            list(restore(lost.pipeline, f"Raw.{it.left}", f"{it.left}.again"))
+    it = it.changed(registry.url, services.registry_url)
+    it.send(it.left, old({"id": 5}))
+    assert it.ingest(it.left)[it.left].quarantined == 0
 
 
 def test_a_schema_that_the_registry_no_longer_has_does_not_stop_ingest(services: Services, unique: str) -> None:

@@ -310,7 +310,7 @@ class Arrival:
 
     ``index``: the first record with the schema. ``schema_id``: None for a format without schema ids; ``type`` is then the
     column's type with the schema's fields added. ``before``: the types of the known schemas, the latest last.
-    ``note``: the schema's note of the whole value for Kafka Connect.
+    ``note``: the schema's note of the whole value for Kafka Connect. ``digest``: of the schema, where it has an id.
     """
 
     index: int
@@ -318,6 +318,7 @@ class Arrival:
     type: pa.DataType
     before: tuple[pa.DataType, ...]
     note: Note = PLAIN
+    digest: int | None = None
 
     @property
     def is_new(self) -> bool:

@@ -203,6 +203,7 @@ def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> TopicS
         key,
         value,
         *source.known_ids(state),
+        digests=state.digests if state else {},
         fixed_schema=item.on_schema_change != "merge",
         order=item.order,
         marks={(partition, state.next[partition]): mark for partition, mark in state.marks.items()} if state else {},

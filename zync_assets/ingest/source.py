@@ -13,7 +13,7 @@ nothing of the batch. A schema whose records are in quarantine stays a change un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 
@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.avro.schema import refusing
 from zync_assets.codecs.avro.types import arrow_type
 from zync_assets.codecs.batches import BadPayload, DecodedBatch
 from zync_assets.codecs.dispatch import Decoder, make_decoder
@@ -52,6 +53,8 @@ class TopicSource:
     key_schemas: tuple[int, ...] = ()
     value_schemas: tuple[int, ...] = ()
     """The registry ids that came before, in that order."""
+    digests: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Registry id → the digest of its schema when its first record came."""
     fixed_schema: bool = False
     """Whether records of a schema with other columns go into quarantine."""
     order: SourceOrder | None = None
@@ -105,7 +108,7 @@ def read_chunks(
 def make_decoders(source: TopicSource) -> tuple[Decoder, Decoder]:
     """The decoders of keys and of values. SchemaError if the pipeline file's types don't fit the raw table's."""
     registry = Registry(source.registry) if source.registry else None
-    schema_of = registry.schema if registry else _no_registry
+    schema_of = refusing(registry.schema, source.digests) if registry else _no_registry
 
     def decoder(side: str, form: SideFormat, type: pa.DataType | None, schema_ids: tuple[int, ...]) -> Decoder:
         try:
@@ -300,7 +303,7 @@ def schema_changes(
             if diff:
                 changes.append(SchemaChange(side, number, partition, offset, diff, in_table))
             if in_table:
-                writers.append(WriterSchema(side, number, partition, offset, bool(diff)))
+                writers.append(WriterSchema(side, number, partition, offset, bool(diff), new_schema.schema.digest))
     if changes and item.on_schema_change == "error":
         first = min(changes, key=lambda change: (change.partition, change.offset))
         name = "" if first.schema_id is None else f" (id {first.schema_id})"
@@ -321,7 +324,7 @@ def with_lacking_fields(
     """
     if source.registry is None:
         return schema
-    registry = Registry(source.registry)
+    schema_of = refusing(Registry(source.registry).schema, state.digests if state else {})
     for side in {writer.side for writer in writers if writer.id is not None} & set(schema.names):
         ids = [
             writer.id
@@ -330,7 +333,7 @@ def with_lacking_fields(
         ]
         column = schema.field(side)
         if len(ids) > 1:
-            types = {number: type for number in ids if (type := _type_of(registry, number)) is not None}
+            types = {number: type for number in ids if (type := _type_of(schema_of, number)) is not None}
             kind = with_lacking(column.type, types)
             schema = schema.set(schema.get_field_index(side), column.with_type(kind))
     return schema
@@ -366,10 +369,10 @@ def with_side_notes(schema: pa.Schema, table: pa.Schema | None, notes: Mapping[s
     return schema
 
 
-def _type_of(registry: Registry, number: int) -> pa.DataType | None:
-    """The type of a schema; None if the registry no longer has the schema, or has no Avro schema by that id."""
+def _type_of(schema_of: Callable[[int], str], number: int) -> pa.DataType | None:
+    """The type of a schema; None if the registry no longer has the schema, or has another or no Avro schema by that id."""
     try:
-        return arrow_type(registry.schema(number))
+        return arrow_type(schema_of(number))
     except (SchemaError, SchemaUnknown):
         return None
 

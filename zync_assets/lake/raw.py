@@ -22,9 +22,10 @@ Progress is kept as Delta ``txn`` actions, which survive log clean-up:
     zync:removed:<partition>  the number of records that retention removed
     zync:reached:<partition>  the highest time of the removed records
     zync:partitions          the number of partitions that have the numbers above
-    zync:schemas:<side>      the number of writer schemas, of keys or of values, that have the four numbers below
+    zync:schemas:<side>      the number of writer schemas, of keys or of values, that have the five numbers below
     zync:schema:<side>:<n>   the registry id of the n-th writer schema, in the order of arrival; -1: no id
     …:partition, …:offset    the first record with the writer schema
+    …:digest                 a digest of the schema that has the id; tables of older versions lack it
     …:changes                1 if the writer schema's columns differ from the columns of the schemas before, else 0
     zync:replay              how many replays were committed: records that were in quarantine and are here now
     zync:topic:<topic id>    the topic that this table was made from (its version says nothing)
@@ -64,6 +65,7 @@ class WriterSchema:
     """A writer schema of a topic's keys or values, and the first record that came with it.
 
     ``id``: the registry's id; None for a format without schema ids. ``changes``: the schema adds or changes columns.
+    ``digest``: of the schema, as ``codecs.avro.schema.digest``; None if it is not known.
     """
 
     side: str
@@ -71,6 +73,7 @@ class WriterSchema:
     partition: int
     offset: int
     changes: bool
+    digest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,15 @@ class RawState:
                 name = f"zync:schema:{side}:{index}"
                 number = self.table.number(name)
                 place = [self.table.number(f"{name}:{part}") or 0 for part in ("partition", "offset", "changes")]
-                writers.append(WriterSchema(side, None if number == -1 else number, place[0], place[1], bool(place[2])))
+                digest = self.table.numbers.get(f"{name}:digest")
+                schema_id = None if number == -1 else number
+                writers.append(WriterSchema(side, schema_id, place[0], place[1], bool(place[2]), digest))
         return tuple(writers)
+
+    @cached_property
+    def digests(self) -> dict[int, int]:
+        """The registry's id of a writer schema → the schema's digest, where it is known."""
+        return {item.id: item.digest for item in self.writers if item.id is not None and item.digest is not None}
 
     @cached_property
     def domain(self) -> str | None:
@@ -416,6 +426,8 @@ def _writer_numbers(before: RawState | None, writers: Sequence[WriterSchema]) ->
         for index, item in enumerate([item for item in writers if item.side == side], have):
             name = f"zync:schema:{side}:{index}"
             numbers |= {name: -1 if item.id is None else item.id, f"{name}:changes": int(item.changes)}
+            if item.digest is not None:
+                numbers[f"{name}:digest"] = item.digest
             numbers |= {
                 f"{name}:partition": item.partition,
                 f"{name}:offset": item.offset,

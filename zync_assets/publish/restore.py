@@ -18,7 +18,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 from itertools import chain, islice, pairwise
@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc, with_type
-from zync_assets.codecs.avro.schema import parse
+from zync_assets.codecs.avro.schema import parse, refusing
 from zync_assets.codecs.avro.types import lake_type
 from zync_assets.codecs.dispatch import make_encoder
 from zync_assets.codecs.fields import topic_type_of
@@ -74,6 +74,8 @@ class Archive:
     partitions: tuple[int, ...]
     open: Callable[[int], Iterator[tuple[pa.RecordBatch, bool]]]
     note: str = ""
+    digests: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Registry id → the digest of its schema when a record with the id was archived, where it is known."""
 
 
 def open_archive(pipeline: Pipeline, source: str, since: int | None = None, until: int | None = None) -> Archive:
@@ -87,7 +89,13 @@ def open_archive(pipeline: Pipeline, source: str, since: int | None = None, unti
             f"--from {source}: there is no such raw table. Write Pool.Topic of an input, or files:URL/topic."
         )
     parts = tuple(sorted(state.next))
-    return Archive(source, topic, parts, lambda partition: ((batch, False) for batch in _raw_batches(state, partition)))
+    return Archive(
+        source,
+        topic,
+        parts,
+        lambda partition: ((batch, False) for batch in _raw_batches(state, partition)),
+        digests=state.digests,
+    )
 
 
 def _open_objects(source: str, since: int | None, until: int | None) -> Archive:
@@ -179,7 +187,7 @@ def restore(
             f"topic {topic} has {len(state.partitions)} partitions, and {source} has {count}. Add partitions."
         )
     digest = blake2b("\0".join((source_archive.name, str(since), str(until))).encode(), digest_size=6).hexdigest()
-    encode, encode_lines = _encoders(pipeline, source_archive.topic)
+    encode, encode_lines = _encoders(pipeline, source_archive)
     for partition in source_archive.partitions:
         place = _Place(pipeline, f"~restore-{digest}", topic, state.topic_id, partition)
         yield place.restore(
@@ -329,8 +337,9 @@ def _schema_ids(part: pa.RecordBatch, side: str) -> pa.Array:
     return pc.struct_field(kafka, name) if kafka.type.get_field_index(name) >= 0 else pa.nulls(len(kafka), pa.int32())
 
 
-def _encoders(pipeline: Pipeline, topic: str) -> tuple[Encode, Encode]:
+def _encoders(pipeline: Pipeline, source_archive: Archive) -> tuple[Encode, Encode]:
     """How the columns of a side become bytes, and how its JSON texts do."""
+    topic = source_archive.topic
     registry = Registry(pipeline.registry) if pipeline.registry else None
     item = next((item for item in pipeline.inputs if item.topic == topic), None)
 
@@ -338,7 +347,10 @@ def _encoders(pipeline: Pipeline, topic: str) -> tuple[Encode, Encode]:
     def schema_of(schema_id: int) -> str:
         if registry is None:
             raise SchemaError(f"topic {topic} has Avro, and the pipeline has no registry. Add registry: url.")
-        return registry.schema(schema_id)
+        try:
+            return refusing(registry.schema, source_archive.digests)(schema_id)
+        except SchemaError as error:
+            raise SchemaError(f"topic {topic}, schema id {schema_id}: {error}. Nothing more was sent.") from None
 
     def encode(side: str, values: pa.Array, schema_id: int | None) -> pa.Array:
         if values.null_count == len(values):

@@ -23,13 +23,15 @@ class Front:
     """The server.
 
     ``wanted``: the required ``Authorization`` header; ``moves``: the answers to the next requests, in place of forwarding: a
-    status, a redirect (``"307 address"``), or ``"hang"``; ``asked``: the received requests.
+    status, a redirect (``"307 address"``), or ``"hang"``; ``asked``: the received requests; ``others``: path → the path that is
+    asked for in its place.
     """
 
     url: str = ""
     wanted: str | None = None
     moves: deque[Move] = field(default_factory=lambda: deque[Move]())
     asked: list[str] = field(default_factory=lambda: list[str]())
+    others: dict[str, str] = field(default_factory=lambda: dict[str, str]())
     released: threading.Event = field(default_factory=threading.Event)
 
 
@@ -67,7 +69,8 @@ def front(registry_url: str, certificate: Issued | None = None, client_ca: str |
         def _forward(self, body: bytes | None) -> None:
             connection = http.client.HTTPConnection(str(target.hostname), target.port, timeout=30)
             kept = {name: self.headers[name] for name in ("Accept", "Content-Type") if self.headers[name]}
-            connection.request(self.command, target.path + self.path, body, kept)
+            path, mark, query = self.path.partition("?")
+            connection.request(self.command, target.path + made.others.get(path, path) + mark + query, body, kept)
             answer = connection.getresponse()
             self._answer(answer.status, answer.read())
             connection.close()

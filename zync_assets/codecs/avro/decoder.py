@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import Mask, isolate, numbers
 from zync_assets.codecs.avro.column_reader import ByteSource, decode_columns
-from zync_assets.codecs.avro.schema import Node, is_hollow, note_of, parse
+from zync_assets.codecs.avro.schema import Node, digest, is_hollow, note_of, parse
 from zync_assets.codecs.avro.types import lake_type, plain_type
 from zync_assets.codecs.avro.values import TrailingBytes, row_reader, to_lake
 from zync_assets.codecs.batches import DecodedBatch, Group, assemble, bad_records, is_native
@@ -174,7 +174,7 @@ class AvroDecoder:
             nodes = [self._writer(number) for number in self._schema_ids]
             self._schema_types = tuple(lake_type(node) for node in nodes if isinstance(node, Node))
         type = lake_type(writer)
-        arrival = Arrival(index, schema_id, type, self._schema_types, note_of(writer))
+        arrival = Arrival(index, schema_id, type, self._schema_types, note_of(writer), digest(writer))
         self._arrivals.append(arrival)
         self._schema_ids[schema_id] = None
         if self._fixed_schema and arrival.changes:

@@ -8,10 +8,11 @@ inside the record itself.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -132,6 +133,47 @@ def parse(schema_json: str) -> Node:
         raise SchemaError(f"the Avro schema is not JSON: {error}") from None
     except RecursionError:
         raise SchemaError(f"the Avro schema is nested deeper than {MAX_DEPTH} levels") from None
+
+
+@lru_cache(maxsize=512)
+def digest(node: Node) -> int:
+    """A number of 56 bits that tells schemas apart by which bytes mean different values, or values of other fields. Names that
+    are written in another way, notes and defaults do not count.
+
+    >>> [digest(parse(text)) == digest(parse('"int"')) for text in ('{"type": "int", "doc": "a count"}', '"long"')]
+    [True, False]
+    """
+    return int.from_bytes(hashlib.sha256(json.dumps(_meaning(node)).encode()).digest()[:7], "big")
+
+
+def _meaning(node: Node) -> list[Any]:
+    fields = [[name, _meaning(child)] for name, child in node.fields]
+    items = None if node.items is None else _meaning(node.items)
+    return [
+        node.kind,
+        node.name,
+        node.size,
+        node.symbols,
+        node.null_index,
+        fields,
+        items,
+        [*map(_meaning, node.branches)],
+    ]
+
+
+def refusing(schema_of: Callable[[int], str], digests: Mapping[int, int]) -> Callable[[int], str]:
+    """``schema_of`` with a SchemaError for an id whose schema is not the one of ``digests`` (id → digest)."""
+
+    def refuse(schema_id: int) -> str:
+        text = schema_of(schema_id)
+        if digests.get(schema_id, (known := digest(parse(text)))) != known:
+            raise SchemaError(
+                "the registry has another schema by this id than when the first record with the id came. Correct registry.url, or"
+                " give the registry its former schemas back"
+            )
+        return text
+
+    return refuse
 
 
 def full_name(schema: Mapping[str, Any], namespace: str) -> str:
