@@ -109,7 +109,8 @@ def variable_decimal(text: str | None) -> dict[str, int | bytes] | None:
         sign, digits = 0, ()
     if not isinstance(exponent, int):
         raise ValueError(f"{text} is no decimal")
-    number = int("".join(map(str, digits)) or "0") * (-1 if sign else 1)
+    # Python makes no integer of a text with more than 4300 digits. PostgreSQL's numeric has up to 147,455.
+    number = int(decimal.Decimal((sign, digits, 0)))
     size = (number + (number < 0)).bit_length() // 8 + 1
     return {"scale": -exponent, "value": number.to_bytes(size, "big", signed=True)}
 

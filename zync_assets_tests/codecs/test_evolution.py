@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from decimal import Context, Decimal
 from typing import Any
 
 import fastavro
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from zync_assets.codecs.avro.types import avro_schema
 from zync_assets.codecs.dispatch import make_decoder
-from zync_assets.codecs.evolution import conform, holds, merge_types
+from zync_assets.codecs.evolution import conform, holds, merge_types, variable_decimal
 from zync_assets.codecs.fields import Note, connect_note_of, field_with_notes, original, topic_type_of
 from zync_assets.errors import SchemaError
 from zync_assets.pipeline import SideFormat
@@ -232,3 +233,14 @@ def test_a_field_keeps_its_name_in_the_topic_through_changes_of_its_schema() -> 
     assert [(item.name, original(item)) for item in without] == [("a%20b", "a b"), ("c", "c")]
     assert not connect_note_of(without.field(0)).required
     assert topic_type_of(more) == pa.struct([("a b", pa.int64()), ("A b", pa.int32())])
+
+
+@pytest.mark.parametrize("text", [f"-{10**4200}{10**4200}.125", "0", "-0.00", "1E+3", "-128"])
+def test_a_number_of_any_length_goes_into_debezium_s_struct(text: str) -> None:
+    """PostgreSQL's numeric has up to 131,072 digits before the point. Python makes no integer of a text of so many."""
+    made = variable_decimal(text)
+    assert made is not None
+    value, scale = made["value"], made["scale"]
+    assert isinstance(value, bytes) and isinstance(scale, int)
+    number = Decimal(int.from_bytes(value, "big", signed=True))
+    assert number.scaleb(-scale, Context(prec=10_000)) == Decimal(text)

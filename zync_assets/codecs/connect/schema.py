@@ -73,8 +73,9 @@ from zync_assets.codecs.fields import (
 )
 from zync_assets.errors import SchemaError
 
-_ANY_PRECISION = 1000
-"""For decimals that the lake holds as digits and whose schema says no precision."""
+_ANY_PRECISION = 4000
+"""For decimals that the lake holds as digits and whose schema says no precision. PostgreSQL's numeric has up to 1000 digits.
+Debezium sends a numeric of scale -2 with scale 2046, and with as many more zeros."""
 
 _SIMPLE: Mapping[str, pa.DataType] = {
     "boolean": pa.bool_(),

@@ -152,6 +152,16 @@ def test_a_debezium_envelope_of_postgresql() -> None:
         # decimal.format=NUMERIC
         ({"type": "bytes", "name": f"{CONNECT}.Decimal", "parameters": {"scale": "2"}}, 1.5, decimal.Decimal("1.50")),
         ({"type": "bytes", "name": f"{CONNECT}.Decimal", "parameters": {"scale": "-2"}}, decimal_of("12", 0), "1200"),
+        # Debezium's form of PostgreSQL's numeric(5, -2).
+        (
+            {
+                "type": "bytes",
+                "name": f"{CONNECT}.Decimal",
+                "parameters": {"scale": "2046", "connect.decimal.precision": "5"},
+            },
+            decimal_of("12300", 2046),
+            f"12300.{2046 * '0'}",
+        ),
         (VARIABLE, {"scale": -3, "value": base64_of(b"\x01")}, "1E+3"),
         (VARIABLE, {"scale": 0, "value": base64_of(b"\xff")}, "-1"),
         (struct(), {}, True),
