@@ -174,7 +174,9 @@ class AvroDecoder:
             nodes = [self._writer(number) for number in self._schema_ids]
             self._schema_types = tuple(lake_type(node) for node in nodes if isinstance(node, Node))
         type = lake_type(writer)
-        arrival = Arrival(index, schema_id, type, self._schema_types, note_of(writer), digest(writer))
+        arrival = Arrival(
+            index, schema_id, type, self._schema_types, note_of(writer), digest(self._schema_of(schema_id))
+        )
         self._arrivals.append(arrival)
         self._schema_ids[schema_id] = None
         if self._fixed_schema and arrival.changes:
