@@ -66,12 +66,10 @@ server that does not answer, is therefore an outage soon."""
 _LOCK_SPACE = 0x7A796E63
 """The first number of the advisory locks of runs: ``zync`` in ASCII."""
 _PASSING = ("08", "53", "57", "58", "40", "55P", "55006")
-"""How the SQLSTATEs of outages begin: connection, resources, operator's intervention, system, rollback by a deadlock, locks,
-object in use."""
+"""How SQLSTATEs of outages begin: connection, resources, operator, system, rollback by a deadlock, locks, object in use."""
 _REFUSALS = ("22", "23", "44", "P0")
 """Classes of SQLSTATE: data, integrity, WITH CHECK OPTION, an error of a trigger."""
-_DENIED = ("42501", "3F000")
-"""SQLSTATEs: the role lacks a right; the table's schema is missing, or the role may use none of the search path."""
+_DENIED = ("42501", "3F000")  # a right is missing; no schema, or none of the search path that the role may use
 _LOGIN_ERRORS: Mapping[str, str] = {
     "certificate verify failed": "Name the file of its CA in the url, ?sslrootcert=FILE; sslmode=require would trust any server.",
     "server does not support SSL": "Turn TLS on at the server. In a network that you trust, write ?sslmode=disable in the url.",
@@ -82,9 +80,13 @@ _LOGIN_ERRORS: Mapping[str, str] = {
     r"invalid (integer value|\S+ value:)": "Correct the option in the url, or its variable such as PGSSLMODE.",
 }
 """Texts of failed logins that no waiting cures → the cure. A failed login has no SQLSTATE."""
+_STATEMENT_ERRORS: Mapping[str, str] = {
+    "statement timeout": "A batch takes longer than statement_timeout allows: raise it for the role, ALTER ROLE ... SET.",
+    "in a read-only transaction": "The server is a standby, or set to read only: write the primary's address in the url.",
+}
+"""Texts of failed statements that no waiting cures → the cure."""
 _COPY_PLACE = re.compile(r"\s*CONTEXT: +COPY .*, line \d+$|COPY .*?, line \d+, (?=column )")
-_NO_CHARACTER = "22021"
-"""SQLSTATE of a character that a text can't have."""
+_NO_CHARACTER = "22021"  # the SQLSTATE of a character that a text can't have
 _DEFERRABLE = sa.text("SELECT conname FROM pg_constraint WHERE conrelid = to_regclass(:name) AND condeferrable")
 _LOOSE = sa.text(
     "SELECT attname FROM pg_attribute JOIN pg_type t ON t.oid = atttypid LEFT JOIN pg_collation c ON c.oid = attcollation"
@@ -99,9 +101,7 @@ class PostgresTarget(SqlTarget):
     """A database of a PostgreSQL server."""
 
     load_prefixes = ("UNLOGGED",)
-
     name_limit = 63, "bytes"
-
     _table: str | None = None
     """The table of the present call, for the cure of a missing right."""
 
@@ -136,9 +136,9 @@ class PostgresTarget(SqlTarget):
         state = getattr(error.orig, "sqlstate", None)
         if state is None:
             # The connection failed or broke. Otherwise, psycopg itself refuses no statement of this module.
-            is_outage = isinstance(error, exc.OperationalError) and _login_cure(error, self.engine().url) is None
+            is_outage = isinstance(error, exc.OperationalError) and _cure(error, self.engine().url) is None
             return TargetUnavailable if is_outage else SinkError
-        if state.startswith(_PASSING):
+        if state.startswith(_PASSING) and _cure(error, self.engine().url) is None:
             return TargetUnavailable
         return TargetRefused if state[:2] in _REFUSALS else SinkError
 
@@ -147,7 +147,7 @@ class PostgresTarget(SqlTarget):
         return _COPY_PLACE.sub("", super().error_text(error))
 
     def error(self, error: exc.DBAPIError) -> SinkError:
-        fault, cure = super().error(error), _login_cure(error, self.engine().url)
+        fault, cure = super().error(error), _cure(error, self.engine().url)
         if getattr(error.orig, "sqlstate", None) in _DENIED:
             with suppress(exc.SQLAlchemyError), self.engine().connect() as connection:
                 cure = missing_rights(connection, self._table)
@@ -339,11 +339,11 @@ def _is_local(host: str) -> bool:
     )
 
 
-def _login_cure(error: exc.DBAPIError, url: sa.URL) -> str | None:
-    """The cure of a login that failed for good; None for an outage, and for an error that is none of a login."""
-    if getattr(error.orig, "sqlstate", None) is not None:
-        return None
+def _cure(error: exc.DBAPIError, url: sa.URL) -> str | None:
+    """The cure of a login or a statement that failed for good; None for an outage, and for an error without such a cure."""
     text = str(error.orig)
+    if getattr(error.orig, "sqlstate", None) is not None:
+        return next((cure for words, cure in _STATEMENT_ERRORS.items() if words in text), None)
     if "permission denied for database" in text:
         names = dialect()
         quote = names.identifier_preparer.quote

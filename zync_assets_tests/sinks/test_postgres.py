@@ -421,6 +421,32 @@ def test_a_role_that_lacks_a_right_is_told_the_grant_that_cures_it(
         assert server.run(database, "SELECT * FROM shop.rows") == [(2, "B", 2)]
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("statement_timeout = '200ms'", "statement timeout.* raise it for the role"),
+        ("default_transaction_read_only = on", "read-only transaction.* the primary's address"),
+    ],
+)
+def test_a_setting_of_the_server_that_stops_every_batch_is_no_outage_and_is_named(
+    server: Postgres, database: str, setting: str, words: str
+) -> None:
+    target = PostgresTarget(url(server, database))
+    table = TableSpec("rows", (Column("id", pa.int64()), Column("v", pa.string())), ("id",), "upsert")
+    target.prepare(table, create=True, evolve="none")
+    slow = "BEGIN PERFORM pg_sleep(1); RETURN new; END"
+    server.run(database, f"CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS '{slow}'")
+    server.run(database, "CREATE TRIGGER slow BEFORE INSERT ON rows FOR EACH ROW EXECUTE FUNCTION slow()")
+    server.run("postgres", f"ALTER DATABASE {database} SET {setting}")
+    with pytest.raises(SinkError, match=words) as error:
+        apply(target, table, [one(1, {"v": "a"})])
+    assert not isinstance(error.value, TargetUnavailable | TargetRefused)
+    assert "\n" not in str(error.value)
+    server.run("postgres", f"ALTER DATABASE {database} RESET ALL")
+    apply(target, table, [one(1, {"v": "a"})])
+    assert server.run(database, "SELECT * FROM rows") == [(1, "a")]
+
+
 def test_a_missing_schema_is_made_by_the_statements_of_the_errors(server: Postgres, database: str, role: str) -> None:
     target, name = PostgresTarget(url(server, database, role)), "No 5% such.rows"
     table = TableSpec(name, (Column("id", pa.int64()), Column("v", pa.string())), ("id",), "upsert")
