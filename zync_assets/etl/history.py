@@ -11,6 +11,7 @@ names of its output topics hold a digest of rules, inputs and outputs: a scratch
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -27,6 +28,8 @@ from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import CreateTopic, Output, Pipeline
 from zync_assets.spark.session import Session
+
+_log = logging.getLogger(__name__)
 
 
 def scratch(pipeline: Pipeline, prefix: str, lake: str, limits: Mapping[str, RecordLimits] | None = None) -> Pipeline:
@@ -67,6 +70,13 @@ def rebuild_events(pipeline: Pipeline, session: Session, pool: str, topics: tupl
     out_topics = tuple(dict.fromkeys(topic for topic in outs if not topics or topic in topics))
     if not out_topics or staging.open_staging(pipeline.lake, pool) is None:
         return
+    if names := [rule.name for rule in event_rules(pipeline, pool) if rule.lookups and rule.out in out_topics]:
+        _log.warning(
+            "pool %s: %s see rows as they are now. An output changes if a row that it looked up has changed since. If the row is"
+            " gone, a tombstone may take the output back.",
+            pool,
+            ", ".join(names),
+        )
     prefix = f"zync-rebuild-{_digest(pipeline, pool)}."
     scratch_pipeline = _scratch_pool(pipeline, pool, prefix)
     uri = storage.staging_uri(pipeline.lake, scratch_pipeline.staging_pools[0])

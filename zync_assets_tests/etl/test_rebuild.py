@@ -324,6 +324,29 @@ def test_look_ups_beside_a_view(make: Make) -> None:
 
 
 @pytest.mark.slow
+def test_a_look_up_at_a_rebuild_finds_the_rows_of_now_and_the_rebuild_of_a_view_leaves_its_outputs(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = BOTH[: BOTH.index("outputs:")] + LOOKS
+    it = make(text)
+    it.send(it.right, ("k1", row(1, "A")))
+    it.send(it.left, ("k1", row(1, "x")))
+    it.step()
+    it.send(it.right, ("k1", None))
+    it.step()
+    edited = it.edited(text.replace("v: r.v", "v: upper(r.v)"))
+    with pytest.raises(EtlError, match=r"definition of view .* changed") as error:
+        edited.etl()
+    [topic] = str(error.value).split(" --topic ")[1:]
+    rebuilt(edited, topic)
+    assert edited.etl() is None
+    assert rows(edited) == {"k1": {"l": "x", "t": "A"}} and "rows as they are now" not in caplog.text
+    rebuilt(edited)
+    assert rows(edited) == {} and "rows as they are now" in caplog.text
+    sound(edited, it.out, f"{it.out}.view")
+
+
+@pytest.mark.slow
 def test_what_differs_where_the_partition_follows_from_the_value(make: Make) -> None:
     text = BOTH.replace("create: {", 'partition-by: "length(value.l)", create: {partitions: 3, ') + COPY
     it = make(text)

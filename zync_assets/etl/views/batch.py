@@ -68,14 +68,17 @@ if TYPE_CHECKING:
 def check_definitions(pipeline: Pipeline, pool: str, head: Head) -> None:
     """EtlError if the state in the account has other definitions than the views of the pipeline file."""
     rules = pipeline.rules_of(pool)
-    changed_names = [rule.name for rule in rules if rule.view is not None and has_changed(head.views, rule, rules)]
-    if changed_names:
-        is_single = len(changed_names) == 1
+    changed = [rule for rule in rules if rule.view is not None and has_changed(head.views, rule, rules)]
+    if changed:
+        is_single = len(changed) == 1
+        # Not the outputs of look-ups: they would follow rows that have changed since.
+        topics = [part for rule in changed for part in ("--topic", rule.out)]
+        names = ", ".join(rule.name for rule in changed)
         raise EtlError(
-            f"pool {pool}: the {'definition of view' if is_single else 'definitions of the views'} {', '.join(changed_names)}"
+            f"pool {pool}: the {'definition of view' if is_single else 'definitions of the views'} {names}"
             f" changed since {'its result was' if is_single else 'their results were'} staged. Nothing was done. Put the old"
             f" definition{'' if is_single else 's'} back, or compute the result{'' if is_single else 's'} again:"
-            f" {pipeline.command('rebuild')}"
+            f" {pipeline.command('rebuild', *topics)}"
         )
     for name, table in tables_of(rules).items():
         entry = head.tables.get(name)
