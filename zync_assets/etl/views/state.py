@@ -169,8 +169,11 @@ _READING = {
 _WRITING = {
     # A marker file that nothing here reads.
     "mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",
-    # The numbers of a version are in order, and take little room: two thirds of what snappy makes of a file.
+    # Two thirds of what snappy makes of a file.
     "compression": "zstd",
+    # The differences of numbers and of texts take little room. A dictionary would be read whole for one page.
+    "parquet.writer.version": "PARQUET_2_0",
+    "parquet.enable.dictionary": "false",
     "parquet.block.size": str(ROW_GROUP),
     "parquet.page.row.count.limit": str(PAGE_RECORDS),
 }
@@ -413,30 +416,27 @@ def _place_bounds(order: pa.StructArray) -> tuple[int, int, int, int]:
 
 
 def _writer(path: str, system: Any, schema: pa.Schema) -> pq.ParquetWriter:
-    numbers = [f"{ORDER}.high", f"{ORDER}.low"]
-    numbers += [f"{VERSION}.{name}" for name in ("partition", "offset", "high", "low", "offsets.list.element")]
-    texts = list(_texts(schema))
     return pq.ParquetWriter(
         path,
         schema,
         filesystem=system,
         compression="zstd",
-        use_dictionary=texts,  # type: ignore[arg-type]  # a list of names too
-        column_encoding=dict.fromkeys(numbers, "DELTA_BINARY_PACKED"),
+        use_dictionary=False,
+        column_encoding={name: encoding for item in schema for name, encoding in _encodings(item.name, item.type)},
         write_page_index=True,
         max_rows_per_page=PAGE_RECORDS,
     )
 
 
-def _texts(schema: pa.Schema) -> Iterator[str]:
-    """The leaf columns of texts, by their paths in Parquet."""
-    for item in schema:
-        yield from _text_paths(item.name, item.type)
-
-
-def _text_paths(path: str, kind: pa.DataType) -> Iterator[str]:
-    if pa.types.is_struct(kind):
-        for at in range(kind.num_fields):
-            yield from _text_paths(f"{path}.{kind.field(at).name}", kind.field(at).type)
-    elif pa.types.is_string(kind):
-        yield path
+def _encodings(path: str, kind: pa.DataType) -> Iterator[tuple[str, str]]:
+    """The leaf columns with numbers and with texts, by their paths in Parquet, each with its encoding by differences."""
+    kinds = pa.types
+    if kinds.is_struct(kind):
+        for item in kind:
+            yield from _encodings(f"{path}.{item.name}", item.type)
+    elif kinds.is_list(kind):
+        yield from _encodings(f"{path}.list.element", kind.value_type)
+    elif kinds.is_integer(kind) or kinds.is_date(kind) or kinds.is_timestamp(kind):
+        yield path, "DELTA_BINARY_PACKED"
+    elif kinds.is_string(kind) or kinds.is_binary(kind):
+        yield path, "DELTA_BYTE_ARRAY"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import pickle
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pyarrow as pa
@@ -129,3 +131,70 @@ def test_an_error_leaves_no_file_of_versions_open(tmp_path: Path) -> None:
         state.write_versions(str(tmp_path), "folder", "group", tables())
     assert [item.path for item in psutil.Process().open_files() if str(tmp_path) in item.path] == []
     assert error.tb is not None
+
+
+MOMENT, MICROS = datetime.datetime(1960, 1, 1), datetime.timedelta(hours=1, microseconds=1)
+KINDS: dict[str, tuple[pa.DataType, Callable[[int], Any]]] = {
+    "byte": (pa.int8(), lambda at: at % 100 - 50),
+    "short": (pa.int16(), lambda at: -at),
+    "int": (pa.int32(), lambda at: at * 700_000 - 5),
+    "long": (pa.int64(), lambda at: (at - 1500) * 10**15),
+    "flag": (pa.bool_(), lambda at: at % 3 == 0),
+    "float": (pa.float32(), lambda at: at / 4),
+    "double": (pa.float64(), lambda at: at / 7),
+    "text": (pa.string(), lambda at: f"näme {at % 17}"),
+    "bytes": (pa.binary(), lambda at: bytes([at % 256]) * (at % 5)),
+    "decimal9": (pa.decimal128(9, 2), lambda at: Decimal(at) / 100),
+    "decimal18": (pa.decimal128(18, 3), lambda at: Decimal(at * 10**9) / 1000),
+    "decimal38": (pa.decimal128(38, 5), lambda at: Decimal(at * 10**20) / 100_000),
+    "date": (pa.date32(), lambda at: MOMENT.date() + datetime.timedelta(at)),
+    "instant": (pa.timestamp("us", "UTC"), lambda at: MOMENT.replace(tzinfo=datetime.UTC) + at * MICROS),
+    "time": (pa.timestamp("us"), lambda at: MOMENT + at * MICROS),
+    "numbers": (pa.list_(pa.int64()), lambda at: list(range(at % 4))),
+    "texts": (pa.list_(pa.string()), lambda at: ["a"] * (at % 3)),
+    "map": (pa.map_(pa.string(), pa.int32()), lambda at: [("k", at)]),
+    "struct": (pa.struct([("a", pa.int32()), ("t", pa.string())]), lambda at: {"a": at, "t": str(at)}),
+}
+"""Name of a column → its type, and its value in each row."""
+
+
+@pytest.mark.parametrize("writer", ["arrow", "spark"])
+def test_values_of_each_type_come_back_from_a_page_of_any_file(
+    spark: SparkSession, tmp_path: Path, writer: str
+) -> None:
+    """A large batch writes with Arrow, and a large fold with Spark. Spark reads both, page by page; a small fold reads with
+    Arrow. The table's name has dots, as the names of Debezium's topics."""
+    count = 6 * state.PAGE_RECORDS
+    columns = [
+        pa.array([None if at % 7 == 3 else make(at) for at in range(count)], kind) for kind, make in KINDS.values()
+    ]
+    row = pa.StructArray.from_arrays(columns, list(KINDS))
+    version = [{"partition": 0, "offset": at, "high": at, "low": 0, "offsets": [at, at + 1]} for at in range(count)]
+    rows = pa.table(
+        {
+            "order": pa.array([{"high": at, "low": 0} for at in range(count)], ORDER_TYPE),
+            "version": pa.array(version, VERSION_TYPE),
+            "state-key:shop.t": pa.StructArray.from_arrays([pa.array(range(count), pa.int64())], ["id"]),
+            "state-row:shop.t": row,
+        }
+    )
+    entry = state.write_versions(str(tmp_path), "written", "group", [rows])
+    assert entry is not None
+    path = tmp_path / entry.path
+    if writer == "spark":
+        spark.read.parquet(str(path)).coalesce(1).write.options(**state._WRITING).parquet(str(tmp_path / "spark"))
+        [path] = (tmp_path / "spark").glob("*.parquet")
+    with pq.ParquetFile(path, coerce_int96_timestamp_unit="us") as file:
+        assert file.read()["state-row:shop.t"].to_pylist() == row.to_pylist()
+        pages = file.metadata.row_group(0)
+        encodings = {
+            pages.column(at).path_in_schema: pages.column(at).encodings for at in range(file.metadata.num_columns)
+        }
+    assert all("DICTIONARY" not in name for names in encodings.values() for name in names)
+    assert "DELTA_BINARY_PACKED" in encodings["order.high"] and "DELTA_BYTE_ARRAY" in encodings["state-row:shop.t.text"]
+    wanted = [0, 5, 499, 500, 1712, count - 1]
+    frame = spark.read.parquet(str(path)).where(f"order.high IN ({', '.join(map(str, wanted))})")
+    for name, column in zip(KINDS, columns, strict=True):
+        selected = frame.selectExpr("order.high AS high", f"`state-row:shop.t`.`{name}` AS value").toArrow()
+        by_place = dict(zip(selected["high"].to_pylist(), selected["value"].to_pylist(), strict=True))
+        assert by_place == {at: column[at].as_py() for at in wanted}, name
