@@ -181,7 +181,7 @@ def _placeholders(kind: TableType, placeholder: str | None, row: str) -> list[tu
     """(column, whether it is the placeholder) of the columns that Debezium may leave out of an update. ``row``: the row's SQL."""
     from pyspark.sql.types import StructType
 
-    if placeholder is None or not kind.envelope or not isinstance(kind.state_row, StructType):
+    if placeholder is None or not isinstance(kind.state_row, StructType):
         return []
     conditions = (
         (item.name, is_placeholder(f"{row}.{name_sql(item.name)}", item.dataType, placeholder))

@@ -129,7 +129,7 @@ def stored_type(table: Table, state: StagingState) -> TableType | None:
     if not all(name in have for name in names):
         return None
     key, row = (spark_type(have[name].type) for name in names[2:])
-    return TableType(table, key, row, "", "", "", False, pa.schema([have[name] for name in names]))
+    return TableType(table, key, row, "", "", "", pa.schema([have[name] for name in names]))
 
 
 def tables_of(rules: Iterable[Rule]) -> dict[str, Table]:
@@ -213,7 +213,7 @@ def removed_views(views: Mapping[str, str], results: Mapping[str, str], rules: I
 @dataclass(frozen=True)
 class TableType:
     """A table whose topic has a schema. ``key``, ``row``: the types in the records at hand; ``schema``: the columns of the
-    table's files, old and new types united; ``envelope``: whether the records are those of Debezium."""
+    table's files, old and new types united."""
 
     table: Table
     key: DataType
@@ -221,7 +221,6 @@ class TableType:
     key_sql: str
     row_sql: str
     deleted_sql: str
-    envelope: bool
     schema: pa.Schema = field(repr=False)
 
     @property
@@ -239,8 +238,7 @@ def table_type(table: Table, frame: DataFrame, state: StagingState | None) -> Ta
     Raises EtlError for an expression that Spark can't resolve, and FieldMissing for a missing field.
     """
     value = schema_of(frame)["value"].dataType
-    envelope = is_envelope(arrow_type(value))
-    row_sql = table.row or ("value.after" if envelope else "value")
+    row_sql = table.row or ("value.after" if is_envelope(arrow_type(value)) else "value")
     is_deleted = f"coalesce({table.deleted}, false)" if table.deleted is not None else deletes_sql(arrow_type(value))
     deleted = f"({is_deleted})"
     key = shape_type({"": frame}, table.key, f"table {table.name}", "key")
@@ -258,7 +256,7 @@ def table_type(table: Table, frame: DataFrame, state: StagingState | None) -> Ta
         columns.append(pa.field(name, arrow_type(unify([(f"table {table.name}", kind)], table.topic, side, before))))
     # With the notes of the staging table's columns, by which Spark finds files with narrower types.
     schema = wider_schema(pa.schema([have[item.name] for item in columns if item.name in have]), pa.schema(columns))
-    return TableType(table, key, row, shape_sql(table.key), f"({row_sql})", deleted, envelope, schema)
+    return TableType(table, key, row, shape_sql(table.key), f"({row_sql})", deleted, schema)
 
 
 def declared_frame(pipeline: Pipeline, spark: SparkSession, topic: str, frame: DataFrame | None) -> DataFrame | None:

@@ -57,6 +57,26 @@ def test_rows_of_debezium(services: Services, spark: SparkSession, tmp_path: Pat
         it.etl()
 
 
+FLAT = TEXT.replace(
+    '"op string, after struct<id bigint, size bigint, note string>"',
+    '"id bigint, size bigint, note string, __deleted string"',
+)
+SHAPED = TEXT.replace('note string>"}}', 'note string>", shape: {{value: value.after}}}}')
+
+
+@pytest.mark.parametrize("text", [FLAT, SHAPED], ids=["ExtractNewRecordState", "shape"])
+def test_rows_that_are_no_envelopes_keep_what_was_not_sent(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, text: str
+) -> None:
+    topic = f"{unique}.rows"
+    it = mini_of(make_pipeline(services, tmp_path, text.format(topic=topic), partitions=1), spark)
+    for changes in ([change(1, 1, "long", "c"), change(1, 2)], [change(1, 3)]):
+        it.send(topic, *(((key, value["after"]) if text is FLAT else (key, value)) for key, value in changes))
+        it.step()
+    assert it.values() == [{"size": 2, "note": "long"}, {"size": 3, "note": "long"}]
+    assert state_equals_raw(it.pipeline, "Staging", lambda: spark).passed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("of_each_size", ["small", pytest.param("large", marks=pytest.mark.slow)], indirect=True)
 def test_a_value_of_any_type_that_was_not_sent_stays(

@@ -122,7 +122,7 @@ def test_arrow_folds_as_spark_does(spark: SparkSession, tmp_path: Path, deleted:
     table = Table("t", "t", "key", None, None)
     key, row = pa.struct([("id", pa.int64()), ("part", pa.string())]), pa.struct(list(TYPES.items()))
     columns = [("order", ORDER_TYPE), ("version", VERSION_TYPE), (table.key_column, key), (table.row_column, row)]
-    kind = TableType(table, spark_type(key), spark_type(row), "key", "row", "false", False, pa.schema(columns))
+    kind = TableType(table, spark_type(key), spark_type(row), "key", "row", "false", pa.schema(columns))
     writes = [
         # Version 9 of key 3, of an older file that is not folded, is replaced.
         [

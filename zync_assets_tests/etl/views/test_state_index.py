@@ -41,7 +41,7 @@ TABLE = Table("shop.orders", "shop.orders", "key", None, None)
 KEY = pa.struct([("id", pa.int64())])
 ROW = pa.struct([("id", pa.int64()), ("customer", pa.int64()), ("city", pa.string()), ("price", pa.float64())])
 SCHEMA = pa.schema([("order", ORDER_TYPE), ("version", VERSION_TYPE), (TABLE.key_column, KEY), (TABLE.row_column, ROW)])
-KIND = TableType(TABLE, spark_type(KEY), spark_type(ROW), "key", "(value)", "false", False, SCHEMA)
+KIND = TableType(TABLE, spark_type(KEY), spark_type(ROW), "key", "(value)", "false", SCHEMA)
 
 Row = tuple[int, int | None, str | None]
 """Key, customer and city of a row."""
