@@ -31,7 +31,7 @@ from alembic.ddl.base import ColumnType
 from psycopg import sql
 from pyarrow import csv
 from sqlalchemy import event, exc
-from sqlalchemy.dialects.postgresql import ARRAY, ENUM, JSONB, MONEY, TSVECTOR, dialect, insert
+from sqlalchemy.dialects.postgresql import ARRAY, DOMAIN, ENUM, JSONB, MONEY, TSVECTOR, dialect, insert
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import ReflectedColumn
 
@@ -174,10 +174,10 @@ class PostgresTarget(SqlTarget):
         return JSONB() if column.as_json else standard_type(column.type)
 
     def holds(self, existing: SqlType, column: Column) -> bool:
-        kinds, kind = pa.types, column.type
+        kind, existing = column.type, existing.data_type if isinstance(existing, DOMAIN) else existing
         if column.as_json:
             return isinstance(existing, (sa.JSON, sa.Text))
-        if kinds.is_list(kind) and isinstance(existing, sa.JSON):
+        if pa.types.is_list(kind) and isinstance(existing, sa.JSON):
             return _is_plain(kind.value_type)
         if column.note == ZONED_TIMESTAMP and isinstance(existing, sa.DateTime):
             return bool(existing.timezone) and is_exact(existing)

@@ -169,6 +169,25 @@ def test_texts_go_into_the_types_of_an_existing_table(server: Postgres, database
     assert odd == "the column v has the character NUL (0x00), which PostgreSQL does not take"
 
 
+def test_a_column_of_a_domain_takes_the_values_of_its_type(server: Postgres, database: str) -> None:
+    server.run(
+        database,
+        "CREATE DOMAIN size AS integer CHECK (VALUE > 0)",
+        "CREATE DOMAIN price AS numeric(8, 3)",
+        "CREATE DOMAIN code AS char(3)",
+        "CREATE TABLE rows (id bigint PRIMARY KEY, size size, price price, code code)",
+    )
+    target = PostgresTarget(url(server, database))
+    table = spec(id=pa.int64(), size=pa.int32(), price=pa.decimal128(8, 3))
+    target.prepare(table, create=False, evolve="none")
+    apply(target, table, [one(1, {"size": 2, "price": Decimal("1.250")})])
+    assert server.run(database, "SELECT size, price FROM rows") == [(2, Decimal("1.250"))]
+    assert "violates check constraint" in assert_refused(target, table, [one(2, {"size": 0})])
+    for name, kind in (("size", pa.int64()), ("price", pa.float64()), ("code", pa.string())):
+        with pytest.raises(TableUnfit, match=f"table rows: column {name} is .*; change the column"):
+            target.prepare(spec(**{"id": pa.int64(), name: kind}), create=False, evolve="widen")
+
+
 @pytest.mark.parametrize(
     "kind", ["date", "time", "timestamp", "timestamptz", "money", "name", '"char"', "point", "tsvector"]
 )
