@@ -169,7 +169,10 @@ def _keyless_failures(parts: Mapping[str, tuple[TableType, DataFrame]], names: I
     failure_by_place: dict[Place, Failure] = {}
     for name in sorted(names):
         kind, rows = parts[name]
-        text = f"its key in table {name} is null, or a part of the key is; give the table another key:"
+        text = (
+            f"its key in table {name} is null, or a part of the key is; give the table another key:. A truncate of Debezium (its"
+            " op is t) has no key: the table keeps its rows until each of them is deleted"
+        )
         places = rows.where(null_sql("key", kind.state_key)).select("partition", "offset").limit(MOST_FAILURES + 1)
         for row in places.collect():
             place = kind.table.topic, row["partition"], row["offset"]

@@ -57,6 +57,19 @@ def test_rows_of_debezium(services: Services, spark: SparkSession, tmp_path: Pat
         it.etl()
 
 
+def test_a_truncate_leaves_the_rows_and_says_so(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    topic = f"{unique}.rows"
+    it = mini_of(make_pipeline(services, tmp_path, TEXT.format(topic=topic), partitions=1), spark)
+    it.send(topic, change(1, 1, "a", "c"), (None, {"op": "t", "after": None}), change(2, 1, "b", "c"))
+    it.step()
+    assert it.values() == [{"size": 1, "note": "a"}, {"size": 1, "note": "b"}]
+    (entry,) = it.ledger("quarantined")
+    assert entry["first"] == 1
+    assert "A truncate of Debezium (its op is t) has no key: the table keeps its rows" in entry["text"]
+
+
 FLAT = TEXT.replace(
     '"op string, after struct<id bigint, size bigint, note string>"',
     '"id bigint, size bigint, note string, __deleted string"',
