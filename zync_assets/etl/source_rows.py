@@ -64,19 +64,32 @@ def changes_sql(value: DataType) -> str:
 
 
 def deletes_sql(value: DataType) -> str:
-    """Whether a record deletes its row: a tombstone, or a delete of Debezium."""
-    return "(value IS NULL OR coalesce(value.op = 'd', false))" if _has_text(value, "op") else "value IS NULL"
+    """Whether a record deletes its row: a tombstone, or a delete of Debezium, in an envelope or flattened."""
+    from pyspark.sql.types import BooleanType
+
+    conditions = ["value IS NULL"]
+    conditions += ["coalesce(value.op = 'd', false)"] if _has_text(value, "op") else []
+    if _has_text(value, "__deleted") or _has(value, BooleanType, "__deleted"):
+        conditions.append("coalesce(CAST(value.`__deleted` AS STRING) = 'true', false)")
+    return f"({' OR '.join(conditions)})"
 
 
 def _has_text(kind: DataType, *path: str) -> bool:
     """Whether a struct has a text at a path of its fields."""
-    from pyspark.sql.types import StringType, StructType
+    from pyspark.sql.types import StringType
+
+    return _has(kind, StringType, *path)
+
+
+def _has(kind: DataType, leaf: type[DataType], *path: str) -> bool:
+    """Whether a struct has a value of a type at a path of its fields."""
+    from pyspark.sql.types import StructType
 
     for name in path:
         if not isinstance(kind, StructType) or name not in kind.names:
             return False
         kind = kind[name].dataType
-    return isinstance(kind, StringType)
+    return isinstance(kind, leaf)
 
 
 def _row_key_sql(sql: str, key: DataType) -> str:

@@ -389,6 +389,24 @@ def test_a_change_that_waits_goes_on_once_its_rule_is_back(make: Make) -> None:
     assert it.etl() is None
 
 
+@pytest.mark.parametrize("kind", ["string", "boolean"])
+def test_a_flattened_delete_that_no_rule_takes_ends_the_row(make: Make, kind: str) -> None:
+    """Debezium's ExtractNewRecordState writes such records in the mode ``rewrite``. No tombstone follows."""
+    text = BOTH.replace("op string", f"`__deleted` {kind}") + RULES.partition("  - {name: left-update")[0]
+    text = text.replace("value.op = 'c' OR value.op = 'u' AND value.id > 6", "NOT CAST(value.__deleted AS boolean)")
+    it = make("flat", text)
+
+    def change(id: int, v: str, *, deleted: bool = False) -> tuple[str, dict[str, Any]]:
+        return f"k{id}", {"__deleted": str(deleted).lower() if kind == "string" else deleted, "id": id, "v": v}
+
+    it.send(it.left, change(1, "old"), change(1, "old", deleted=True), change(2, "gone"), times=[1, 2, 3])
+    it.step()
+    it.send(it.left, change(2, "gone", deleted=True), change(1, "new"), times=[4, 5])
+    it.send(it.right, change(1, "r1"), change(2, "r2"), times=[6, 7])
+    it.step()
+    assert rows(it) == {"k1": {"id": 1, "l": "new", "r": "r1"}}
+
+
 @pytest.mark.slow
 def test_a_delete_that_a_rule_of_another_output_takes_ends_the_row(make: Make) -> None:
     """No tombstone follows: Debezium's ``tombstones.on.delete`` is false."""
