@@ -56,8 +56,11 @@ def row_sql(topic: str, key: DataType) -> str:
 def changes_sql(value: DataType) -> str:
     """Whether a record changes its source row, and does not create the row. ``value``: the type of the topic's values.
 
-    Only the Debezium envelope tells: an update changes the row, and an incremental snapshot repeats the row.
+    Only Debezium tells: an update changes the row, and an incremental snapshot repeats the row. A flattened record without its
+    operation may do either.
     """
+    if _is_flattened(value) and not _has_text(value, "op"):
+        return "coalesce(value.`__op` IN ('u', 'r'), false)" if _has_text(value, "__op") else "true"
     conditions = ["value.op = 'u'"] if _has_text(value, "op") else []
     conditions += ["value.source.snapshot = 'incremental'"] if _has_text(value, "source", "snapshot") else []
     return f"coalesce({' OR '.join(conditions)}, false)" if conditions else "false"
@@ -65,13 +68,17 @@ def changes_sql(value: DataType) -> str:
 
 def deletes_sql(value: DataType) -> str:
     """Whether a record deletes its row: a tombstone, or a delete of Debezium, in an envelope or flattened."""
-    from pyspark.sql.types import BooleanType
-
     conditions = ["value IS NULL"]
     conditions += ["coalesce(value.op = 'd', false)"] if _has_text(value, "op") else []
-    if _has_text(value, "__deleted") or _has(value, BooleanType, "__deleted"):
-        conditions.append("coalesce(CAST(value.`__deleted` AS STRING) = 'true', false)")
+    conditions += ["coalesce(CAST(value.`__deleted` AS STRING) = 'true', false)"] if _is_flattened(value) else []
     return f"({' OR '.join(conditions)})"
+
+
+def _is_flattened(value: DataType) -> bool:
+    """Whether records have the mark of deletes that Debezium's ExtractNewRecordState adds to rows."""
+    from pyspark.sql.types import BooleanType
+
+    return _has_text(value, "__deleted") or _has(value, BooleanType, "__deleted")
 
 
 def _has_text(kind: DataType, *path: str) -> bool:

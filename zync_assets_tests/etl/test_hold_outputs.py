@@ -407,6 +407,27 @@ def test_a_flattened_delete_that_no_rule_takes_ends_the_row(make: Make, kind: st
     assert rows(it) == {"k1": {"id": 1, "l": "new", "r": "r1"}}
 
 
+@pytest.mark.parametrize("op", [True, False])
+def test_a_flattened_delete_is_emitted_if_its_row_may_have_made_an_output(make: Make, op: bool) -> None:
+    """The creation is joined. An update, which also needs a counterpart, is pending."""
+    text = BOTH.replace("op string", f"`__deleted` string{', `__op` string' if op else ''}")
+    text += (
+        RULES.partition("  - {name: left-update")[0] + RULES.partition("in: $right, out: $out,\n")[2].partition("\n")[2]
+    )
+    text = text.replace("value.op = 'c' OR value.op = 'u' AND value.id > 6", "value.__deleted = 'false'")
+    it = make("update", text.replace("value.op = 'd'", "value.__deleted = 'true'"))
+
+    def change(id: int, v: str, op: str) -> tuple[str, dict[str, Any]]:
+        return f"k{id}", {"__deleted": "true" if op == "d" else "false", "__op": op, "id": id, "v": v}
+
+    it.send(it.left, change(1, "a", "c"), times=[1])
+    it.send(it.right, change(1, "r", "c"), times=[2])
+    it.step()
+    it.send(it.left, change(1, "b", "u"), change(1, "b", "d"), times=[3, 4])
+    it.step()
+    assert rows(it) == {}
+
+
 @pytest.mark.slow
 def test_a_delete_that_a_rule_of_another_output_takes_ends_the_row(make: Make) -> None:
     """No tombstone follows: Debezium's ``tombstones.on.delete`` is false."""
