@@ -56,10 +56,10 @@ def row_sql(topic: str, key: DataType) -> str:
 def changes_sql(value: DataType) -> str:
     """Whether a record changes its source row, and does not create the row. ``value``: the type of the topic's values.
 
-    Only Debezium tells: an update changes the row, and an incremental snapshot repeats the row. A flattened record without its
-    operation may do either.
+    Only Debezium tells: an update changes the row, and an incremental snapshot repeats the row. A record without an operation may
+    do either.
     """
-    if _is_flattened(value) and not _has_text(value, "op"):
+    if not _has_text(value, "op"):
         return "coalesce(value.`__op` IN ('u', 'r'), false)" if _has_text(value, "__op") else "true"
     conditions = ["value.op = 'u'"] if _has_text(value, "op") else []
     conditions += ["value.source.snapshot = 'incremental'"] if _has_text(value, "source", "snapshot") else []

@@ -428,6 +428,19 @@ def test_a_flattened_delete_is_emitted_if_its_row_may_have_made_an_output(make: 
     assert rows(it) == {}
 
 
+def test_a_tombstone_of_plain_records_is_emitted_if_its_row_may_have_made_an_output(make: Make) -> None:
+    text = BOTH.replace("op string, ", "") + RULES.partition("  - {name: left-update")[0]
+    text = text.replace("value.op = 'c' OR value.op = 'u' AND value.id > 6", "value IS NOT NULL")
+    text += "  - {type: stateless, where: value IS NULL, in: $left, out: $out, key: in.key, value: null}\n"
+    it = make("plain", text)
+    it.send(it.left, ("k1", {"id": 1, "v": "a"}), times=[1])
+    it.send(it.right, ("k1", {"id": 1, "v": "r"}), times=[2])
+    it.step()
+    it.send(it.left, ("k1", {"id": 1, "v": "b"}), ("k1", None), times=[3, 4])
+    it.step()
+    assert rows(it) == {}
+
+
 @pytest.mark.slow
 def test_a_delete_that_a_rule_of_another_output_takes_ends_the_row(make: Make) -> None:
     """No tombstone follows: Debezium's ``tombstones.on.delete`` is false."""
