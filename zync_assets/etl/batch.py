@@ -227,7 +227,7 @@ def result_rows(
             note_schema(_with_decisions(transform, pending.hold, topic, frame), schema_of(frame)),
             rules,
             failures.condition(topic),
-            deletes=source_rows.deletes_sql(schema_of(frame)["value"].dataType) if transform.held else "false",
+            deletes=source_rows.ends_sql(schema_of(frame)["value"].dataType) if transform.held else "false",
             decided=pending.hold.concerns(topic),
         )
         for topic, frame in transform.frames.items()

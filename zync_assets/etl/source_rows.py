@@ -18,6 +18,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.fields import deletes_sql
+from zync_assets.codecs.spark_types import arrow_type
 from zync_assets.etl.account import DROPPED, OUT, PENDING, Labels, Sources
 from zync_assets.etl.hold import HeldRecord, Place, applied, decide
 from zync_assets.etl.rules.shapes import type_sql
@@ -61,42 +63,25 @@ def changes_sql(value: DataType) -> str:
     """
     if not _has_text(value, "op"):
         return "coalesce(value.`__op` IN ('u', 'r'), false)" if _has_text(value, "__op") else "true"
-    conditions = ["value.op = 'u'"] if _has_text(value, "op") else []
-    conditions += ["value.source.snapshot = 'incremental'"] if _has_text(value, "source", "snapshot") else []
-    return f"coalesce({' OR '.join(conditions)}, false)" if conditions else "false"
+    repeats = "value.source.snapshot = 'incremental'" if _has_text(value, "source", "snapshot") else "false"
+    return f"coalesce(value.op = 'u' OR {repeats}, false)"
 
 
-def deletes_sql(value: DataType) -> str:
-    """Whether a record deletes its row: a tombstone, or a delete of Debezium, in an envelope or flattened."""
-    conditions = ["value IS NULL"]
-    conditions += ["coalesce(value.op = 'd', false)"] if _has_text(value, "op") else []
-    conditions += ["coalesce(CAST(value.`__deleted` AS STRING) = 'true', false)"] if _is_flattened(value) else []
-    return f"({' OR '.join(conditions)})"
-
-
-def _is_flattened(value: DataType) -> bool:
-    """Whether records have the mark of deletes that Debezium's ExtractNewRecordState adds to rows."""
-    from pyspark.sql.types import BooleanType
-
-    return _has_text(value, "__deleted") or _has(value, BooleanType, "__deleted")
+def ends_sql(value: DataType) -> str:
+    """Whether a record ends its source row: it deletes the row (``codecs.fields.deletes_sql``), or its operation is a delete."""
+    operation = "coalesce(value.op = 'd', false)" if _has_text(value, "op") else "false"
+    return f"({deletes_sql(arrow_type(value))} OR {operation})"
 
 
 def _has_text(kind: DataType, *path: str) -> bool:
     """Whether a struct has a text at a path of its fields."""
-    from pyspark.sql.types import StringType
-
-    return _has(kind, StringType, *path)
-
-
-def _has(kind: DataType, leaf: type[DataType], *path: str) -> bool:
-    """Whether a struct has a value of a type at a path of its fields."""
-    from pyspark.sql.types import StructType
+    from pyspark.sql.types import StringType, StructType
 
     for name in path:
         if not isinstance(kind, StructType) or name not in kind.names:
             return False
         kind = kind[name].dataType
-    return isinstance(kind, leaf)
+    return isinstance(kind, StringType)
 
 
 def _row_key_sql(sql: str, key: DataType) -> str:
