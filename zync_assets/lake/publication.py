@@ -178,9 +178,15 @@ def commit_publish_states(
         with _creation_locks.setdefault(uri, Lock()):
             table = open_published(lake, pool)
             if table is None:
-                tables.create_table(uri, _SCHEMA, f"What is published of {pool}", [], numbers)
-                opened = open_published(lake, pool)
-                return {item.partition: publish_state(opened, topic, item.partition) for item in before}
+                try:
+                    tables.create_table(uri, _SCHEMA, f"What is published of {pool}", [], numbers)
+                except CommitConflict:
+                    # Another process published another topic of the pool first. A topic of two publishers is found below.
+                    if (table := open_published(lake, pool)) is None:
+                        raise
+                else:
+                    opened = open_published(lake, pool)
+                    return {item.partition: publish_state(opened, topic, item.partition) for item in before}
         if publish_state(table, topic).has_topic():
             raise CommitConflict(f"table {uri}: another publisher of topic {topic} was first; run again")
     opened = _commit_together(table, numbers)

@@ -82,6 +82,7 @@ _REFUSALS = {1048, 1062, 1264, 1265, 1292, 1364, 1366, 1406, 1411, 1451, 1452, 1
 
 _DENIED = {1044, 1142, 1143, 1227}
 _WRONG_PASSWORD = 1045
+_READ_ONLY = {1290, 1836}
 _LOGIN = {1049, _WRONG_PASSWORD}
 _RIGHTS = "SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER"
 """A missing right, an unknown database or a wrong password, and the rights that a sink needs."""
@@ -158,6 +159,8 @@ class MysqlTarget(SqlTarget):
             cure = f"Run:\nGRANT {_RIGHTS} ON {database}.* TO {user};"
         elif code in _LOGIN:
             cure = "Correct the url." if code == _WRONG_PASSWORD else "Correct the url, or create the database."
+        elif code in _READ_ONLY:
+            cure = "A replica, or a server that is set to read only, takes no rows: write the primary's address in the url."
         return fault if cure is None else type(fault)(f"{str(fault).rstrip('.')}. {cure}")
 
     @contextmanager

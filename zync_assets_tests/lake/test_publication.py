@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,22 @@ def test_the_first_commits_of_many_topics_are_no_conflict(tmp_path: Path) -> Non
         assert (state.window, state.verified_end, state.belongs_to(f"id of {topic}")) == (3, 0, True)
     with pytest.raises(CommitConflict, match="topic0"):
         commit_publish_state(lake, "Staging", before["topic0"], window=4, verified_end=0, topic_id="id of topic0")
+
+
+def test_another_process_may_make_the_table_at_the_same_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = tables.create_table
+    numbers = {f"zync:{name}": number for name, number in {"window:o:0": 7, "topic:o:T": 0, "named:o": 1}.items()}
+
+    def create_second(uri: str, *rest: Any) -> None:
+        create(uri, *rest[:-1], numbers)
+        create(uri, *rest)
+
+    monkeypatch.setattr(tables, "create_table", create_second)
+    lake, first_states = str(tmp_path), [open_publish_state(str(tmp_path), "P", topic) for topic in "ot"]
+    assert commit_publish_state(lake, "P", first_states[1], window=1, verified_end=0, topic_id="T").window == 1
+    assert open_publish_state(lake, "P", "o").window == 7
+    with pytest.raises(CommitConflict, match="another publisher of topic o was first"):
+        commit_publish_state(lake, "P", first_states[0], window=1, verified_end=0, topic_id="T")
 
 
 def test_topics_share_commits_though_another_process_commits_meanwhile(tmp_path: Path) -> None:

@@ -348,6 +348,23 @@ def test_the_least_rights_are_enough(server: Server, database: str) -> None:
     assert server.run(database, "SELECT * FROM `rows`") == [(2, "B")]
 
 
+def test_a_server_that_is_set_to_read_only_is_an_outage_with_its_cure(server: Server, database: str) -> None:
+    user, table = f"u{database}"[:30], spec(id=pa.int64(), name=pa.string())
+    server.run(database, f"CREATE USER {user}@'127.0.0.1'", f"GRANT ALL ON {database}.* TO {user}@'127.0.0.1'")
+    target = MysqlTarget(server.url(database, user))
+    target.prepare(table, create=True, evolve="none")
+    server.run(database, "SET GLOBAL read_only = 1")
+    try:
+        with pytest.raises(
+            TargetUnavailable, match=r"read-only.*\(error 1290\). .* write the primary's address in the url"
+        ):
+            apply(target, table, [one(1, {"name": "a"})])
+    finally:
+        server.run(database, "SET GLOBAL read_only = 0")
+    apply(target, table, [one(1, {"name": "a"})])
+    assert server.run(database, "SELECT id, name FROM `rows`") == [(1, "a")]
+
+
 def test_a_missing_right_is_cured_by_the_grant_of_the_error(server: Server, database: str) -> None:
     user = f"w{database}"[:16]
     server.run(database, f"CREATE USER {user}@'%'", f"CREATE USER {user}@'127.0.0.1'")
