@@ -71,7 +71,9 @@ def made() -> Iterator[tuple[str, str, list[str]]]:
                 continue
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if name == "command" and node.args and isinstance(node.args[0], ast.Constant):
-                given = [part.value if isinstance(part, ast.Constant) else "some.topic" for part in node.args]
+                # The options of a list are in the printed command, which is run below.
+                parts = [part for part in node.args if not isinstance(part, ast.Starred)]
+                given = [part.value if isinstance(part, ast.Constant) else "some.topic" for part in parts]
                 place = f"{path.relative_to(PACKAGE)}:{node.lineno}"
                 yield place, "local" if given[0] in ("up", "down") else "pipeline", [str(part) for part in given]
 

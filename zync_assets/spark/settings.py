@@ -20,6 +20,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -139,6 +140,8 @@ _OPTIONS = "SPARK_SUBMIT_OPTS"
 _QUIET = "-Xlog:cds=off -Xlog:cds+dynamic=off -Xlog:class+path=off"
 _PATIENCE = 180.0
 """Seconds to wait for an archive that this or another process makes; a session starts without one then."""
+_PAUSE = 24 * 3600.0
+"""Seconds after which an archive that could not be made is tried again."""
 
 _log = logging.getLogger(__name__)
 
@@ -156,21 +159,21 @@ def share_classes(java: Path) -> None:
         name, folder = archive_name(java), cache_dir()
         if name is None:
             return
-        archive, has_failed = find_archive(folder, name), _failure(folder, name).exists()
+        archive, failed = find_archive(folder, name), has_failed(folder, name)
     except OSError as error:
         _log.info("Spark starts without an archive of its classes: %s", error)
         return
     if archive is not None:
         os.environ[_OPTIONS] = f"{options} -XX:SharedArchiveFile={archive} {_QUIET}".strip()
-    elif not has_failed:
+    elif not failed:
         atexit.unregister(_archive_later)
         atexit.register(_archive_later)
 
 
 def archive_classes(java: Path) -> None:
-    """Make the archive, unless it is there or can't be made here. Waits for another process that makes the archive."""
+    """Make the archive, unless it is there or failed a short while ago. Waits for another process that makes the archive."""
     name, folder = archive_name(java), cache_dir()
-    if name is None or _failure(folder, name).exists():
+    if name is None or has_failed(folder, name):
         return
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(Timeout), FileLock(folder / f"{name}.lock", timeout=_PATIENCE):
@@ -178,8 +181,15 @@ def archive_classes(java: Path) -> None:
             _make(folder, name)
 
 
+def has_failed(folder: Path, name: str) -> bool:
+    """Whether the archive could not be made in the last hours. A machine may have been busy, or its disk full."""
+    with suppress(FileNotFoundError):
+        return time.time() - _failure(folder, name).stat().st_mtime < _PAUSE
+    return False
+
+
 def _failure(folder: Path, name: str) -> Path:
-    """The file that says that the archive can't be made here."""
+    """The file whose time says when the archive could not be made."""
     return folder / f"{name}.failed"
 
 
@@ -223,7 +233,7 @@ def _jars() -> Path | None:
 
 
 def _make(folder: Path, name: str) -> None:
-    """Write the archive, whole or not at all; a marker in its place says that this can't be done here."""
+    """Write the archive, whole or not at all; a marker in its place says that it could not be made."""
     print("Archiving Spark's classes, once on this machine (about 20 seconds) …", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         archive = Path(scratch) / "made.jsa"
@@ -244,7 +254,7 @@ def _make(folder: Path, name: str) -> None:
                 os.fsync(file.fileno())
             archive.replace(folder / f"{name}.{archive.stat().st_size}.jsa")
         except (OSError, subprocess.SubprocessError) as error:
-            _log.info("no archive of Spark's classes can be made here: %s", error)
+            _log.info("no archive of Spark's classes could be made: %s", error)
             _failure(folder, name).touch()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from zync_assets.local.java import cache_dir, find_java
 from zync_assets.spark import session, settings
-from zync_assets.spark.settings import archive_classes, archive_name, find_archive, share_classes
+from zync_assets.spark.settings import archive_classes, archive_name, find_archive, has_failed, share_classes
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -60,6 +60,16 @@ def test_where_none_can_be_made_spark_starts_without(tmp_path: Path, monkeypatch
     monkeypatch.setattr(settings.atexit, "register", None)
     share_classes(find_java())
     assert os.environ["SPARK_SUBMIT_OPTS"] == "-Dmine=1"
+
+
+def test_a_machine_that_was_busy_tries_again_the_next_day(tmp_path: Path) -> None:
+    assert not has_failed(tmp_path, "name")
+    marker = tmp_path / "name.failed"
+    marker.touch()
+    assert has_failed(tmp_path, "name")
+    yesterday = time.time() - 25 * 3600
+    os.utime(marker, (yesterday, yesterday))
+    assert not has_failed(tmp_path, "name")
 
 
 START = """
