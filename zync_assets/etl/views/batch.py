@@ -68,12 +68,12 @@ if TYPE_CHECKING:
 def check_definitions(pipeline: Pipeline, pool: str, head: Head) -> None:
     """EtlError if the state in the account has other definitions than the views of the pipeline file."""
     rules = pipeline.rules_of(pool)
-    changed = [rule for rule in rules if rule.view is not None and has_changed(head.views, rule, rules)]
-    if changed:
-        is_single = len(changed) == 1
+    changed_rules = [rule for rule in rules if rule.view is not None and has_changed(head.views, rule, rules)]
+    if changed_rules:
+        is_single = len(changed_rules) == 1
         # Not the outputs of look-ups: they would follow rows that have changed since.
-        topics = [part for rule in changed for part in ("--topic", rule.out)]
-        names = ", ".join(rule.name for rule in changed)
+        topics = [part for rule in changed_rules for part in ("--topic", rule.out)]
+        names = ", ".join(rule.name for rule in changed_rules)
         raise EtlError(
             f"pool {pool}: the {'definition of view' if is_single else 'definitions of the views'} {names}"
             f" changed since {'its result was' if is_single else 'their results were'} staged. Nothing was done. Put the old"

@@ -170,7 +170,7 @@ def _keyless_failures(parts: Mapping[str, tuple[TableType, DataFrame]], names: I
     for name in sorted(names):
         kind, rows = parts[name]
         text = (
-            f"its key in table {name} is null, or a part of the key is; give the table another key:. A truncate of Debezium (its"
+            f"its key in table {name} is null, or a part of the key is; give the table another key. A truncate of Debezium (its"
             " op is t) has no key: the table keeps its rows until each of them is deleted"
         )
         places = rows.where(null_sql("key", kind.state_key)).select("partition", "offset").limit(MOST_FAILURES + 1)
