@@ -311,8 +311,10 @@ class Quarantined:
         rows = self.left_out[self.left_out[:, 0] == partition]
         return int((rows[:, 2] - rows[:, 1]).sum())
 
-    def left_out_at(self, partition: int, offset: int) -> bool:
-        return not len(self.unexplained(partition, np.array([offset])))
+    def leaves_out(self, partition: int, offset: int) -> bool:
+        """Whether ingest left a record out."""
+        rows = self.left_out[self.left_out[:, 0] == partition]
+        return bool(((rows[:, 1] <= offset) & (offset < rows[:, 2])).any())
 
     def unexplained(self, partition: int, offsets: np.ndarray) -> np.ndarray:
         """Those offsets that lie in no accepted loss and that ingest did not leave out."""

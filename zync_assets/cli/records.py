@@ -202,7 +202,7 @@ def _pending_trace(pipeline: Pipeline, place: tuple[str, int, int]) -> list[Row]
 
 
 def _record_state(pipeline: Pipeline, topic: str, partition: int, offset: int) -> str:
-    """Where a record of an input is that does not wait, as the end of a sentence."""
+    """The state of an input's record that is not pending, as the end of a sentence."""
     snapshot = Snapshot(pipeline)
     state = snapshot.raw(topic)
     end = state.next.get(partition) if state is not None else None
@@ -216,7 +216,7 @@ def _record_state(pipeline: Pipeline, topic: str, partition: int, offset: int) -
         return f"it is in quarantine. List the records in quarantine: {pipeline.command('quarantine list')}"
     if quarantine.lost:
         return "it was lost before ingest read it, and the loss was accepted"
-    if quarantine.left_out_at(partition, offset):
+    if quarantine.leaves_out(partition, offset):
         return "ingest left it out: it repeats an earlier change, or the input's shape has no place for it"
     if not raw_rows(pipeline, topic, partition, [offset]):
         return "the topic has no record there, such as a place that compaction or a transaction left"

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.avro.schema import refusing
+from zync_assets.codecs.avro.schema import with_digests
 from zync_assets.codecs.avro.types import arrow_type
 from zync_assets.codecs.batches import BadPayload, DecodedBatch
 from zync_assets.codecs.dispatch import Decoder, make_decoder
@@ -108,7 +108,7 @@ def read_chunks(
 def make_decoders(source: TopicSource) -> tuple[Decoder, Decoder]:
     """The decoders of keys and of values. SchemaError if the pipeline file's types don't fit the raw table's."""
     registry = Registry(source.registry) if source.registry else None
-    schema_of = refusing(registry.schema, source.digests) if registry else _no_registry
+    schema_of = with_digests(registry.schema, source.digests) if registry else _no_registry
 
     def decoder(side: str, form: SideFormat, type: pa.DataType | None, schema_ids: tuple[int, ...]) -> Decoder:
         try:
@@ -324,7 +324,7 @@ def with_lacking_fields(
     """
     if source.registry is None:
         return schema
-    schema_of = refusing(Registry(source.registry).schema, state.digests if state else {})
+    schema_of = with_digests(Registry(source.registry).schema, state.digests if state else {})
     for side in {writer.side for writer in writers if writer.id is not None} & set(schema.names):
         ids = [
             writer.id

@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc, with_type
-from zync_assets.codecs.avro.schema import parse, refusing
+from zync_assets.codecs.avro.schema import parse, with_digests
 from zync_assets.codecs.avro.types import lake_type
 from zync_assets.codecs.dispatch import make_encoder
 from zync_assets.codecs.fields import topic_type_of
@@ -348,7 +348,7 @@ def _encoders(pipeline: Pipeline, source_archive: Archive) -> tuple[Encode, Enco
         if registry is None:
             raise SchemaError(f"topic {topic} has Avro, and the pipeline has no registry. Add registry: url.")
         try:
-            return refusing(registry.schema, source_archive.digests)(schema_id)
+            return with_digests(registry.schema, source_archive.digests)(schema_id)
         except SchemaError as error:
             raise SchemaError(f"topic {topic}, schema id {schema_id}: {error}. Nothing more was sent.") from None
 

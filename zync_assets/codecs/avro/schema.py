@@ -178,19 +178,19 @@ def _canonical(schema: Any, namespace: str) -> Any:
     return form[0] if len(form) == 1 else form
 
 
-def refusing(schema_of: Callable[[int], str], digests: Mapping[int, int]) -> Callable[[int], str]:
-    """``schema_of`` with a SchemaError for an id whose schema is not the one of ``digests`` (id → digest)."""
+def with_digests(schema_of: Callable[[int], str], digests: Mapping[int, int]) -> Callable[[int], str]:
+    """``schema_of`` with a SchemaError for an id whose schema has another digest than in ``digests`` (id → digest)."""
 
-    def refuse(schema_id: int) -> str:
+    def same_schema(schema_id: int) -> str:
         text = schema_of(schema_id)
-        if digests.get(schema_id, (known := digest(text))) != known:
+        if schema_id in digests and digest(text) != digests[schema_id]:
             raise SchemaError(
                 "the registry has another schema by this id than when the first record with the id came. Correct registry.url, or"
                 " give the registry its former schemas back"
             )
         return text
 
-    return refuse
+    return same_schema
 
 
 def full_name(schema: Mapping[str, Any], namespace: str) -> str:

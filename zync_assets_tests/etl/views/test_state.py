@@ -155,7 +155,7 @@ KINDS: dict[str, tuple[pa.DataType, Callable[[int], Any]]] = {
     "map": (pa.map_(pa.string(), pa.int32()), lambda at: [("k", at)]),
     "struct": (pa.struct([("a", pa.int32()), ("t", pa.string())]), lambda at: {"a": at, "t": str(at)}),
 }
-"""Name of a column → its type, and its value in each row."""
+"""Columns by name: the type of each column, and its value in a row."""
 
 
 @pytest.mark.parametrize("writer", ["arrow", "spark"])
