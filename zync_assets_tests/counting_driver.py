@@ -23,12 +23,12 @@ from pyspark.sql import DataFrameWriter, SparkSession
 from pyspark.sql.classic.dataframe import DataFrame
 
 from zync_assets.cli.main import main
-from zync_assets.codecs.spark_types import listed_frame
+from zync_assets.codecs.spark_types import rows_frame
 from zync_assets.etl import account, positions
 from zync_assets.spark.tasks import frame_results, run_tasks
 
 PACKAGE = Path(positions.__file__).parents[1]
-HELPERS = {f"{each.__module__}.{each.__name__}" for each in (listed_frame, run_tasks, frame_results)}
+HELPERS = {f"{each.__module__}.{each.__name__}" for each in (rows_frame, run_tasks, frame_results)}
 
 
 def count(counts: Counter[str]) -> None:

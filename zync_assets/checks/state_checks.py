@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 
 from zync_assets.checks.sink_checks import sink_subject
-from zync_assets.codecs.spark_types import listed_frame
+from zync_assets.codecs.spark_types import rows_frame
 from zync_assets.errors import LakeError, SinkError, TableUnfit
 from zync_assets.etl.views.rebuild import removed_records, state_counts
 from zync_assets.etl.views.tables import stored_tables
@@ -186,7 +186,7 @@ def _compare_rows(plan: SinkPlan, session: Session) -> Differences:
     if not plan.target().has_table(table_layout.spec):
         raise TableUnfit(f"table {table_layout.spec.name} is not there. Load it from the start: {reset_command(plan)}")
     if plan.progress.bad:
-        refused_frame = listed_frame(spark, _PLACES, [(item.partition, item.offset) for item in plan.progress.bad])
+        refused_frame = rows_frame(spark, _PLACES, [(item.partition, item.offset) for item in plan.progress.bad])
         # The columns keep their order, by which they are read.
         frame = frame.join(
             F.broadcast(refused_frame), F.expr(f"{PARTITION} = refused_in AND {OFFSET} = refused_at"), "left_anti"

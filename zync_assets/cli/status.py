@@ -260,7 +260,7 @@ def order_rows(pipeline: Pipeline, pool: str, state: StagingState | None) -> Ite
     for domain, part in cut_by_domain.items():
         new_count = sum(span.end - span.first for topic in part.ranges for span in ranges[topic])
         waiting_count = new_count - sum(
-            span.end - span.first for taken_ranges in part.ranges.values() for span in taken_ranges
+            span.end - span.first for part_ranges in part.ranges.values() for span in part_ranges
         )
         row: Row = {"domain": domain, "pool": pool, "waiting": waiting_count}
         behind = part.frontier.behind

@@ -323,7 +323,7 @@ def arrow_frame(spark: SparkSession, table: pa.Table) -> DataFrame:
     return spark.createDataFrame(table.combine_chunks(), spark_schema(table.schema))
 
 
-def listed_frame(spark: SparkSession, schema: pa.Schema, rows: Sequence[Sequence[Any]]) -> DataFrame:
+def rows_frame(spark: SparkSession, schema: pa.Schema, rows: Sequence[Sequence[Any]]) -> DataFrame:
     """The rows as a frame. Each row has the values of ``schema``'s fields, in order.
 
     The rows go to the JVM as Arrow. Spark would read a list in Python workers, which takes a third of a second.

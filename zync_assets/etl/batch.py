@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.spark_types import listed_frame
+from zync_assets.codecs.spark_types import rows_frame
 from zync_assets.etl import positions, source_rows
 from zync_assets.etl.account import Labels, labels_of
 from zync_assets.etl.coalescence import final_rows
@@ -343,7 +343,7 @@ def records_at(transform: Transform, state: RawState, places: Sequence[tuple[int
     """The raw records at some places (partition, offset)."""
     spans = sorted({(partition, offset // frames.SPAN) for partition, offset in places})
     ranges = [OffsetRange(part, span * frames.SPAN, (span + 1) * frames.SPAN) for part, span in spans]
-    place_frame = listed_frame(transform.spark, _PLACES, places)
+    place_frame = rows_frame(transform.spark, _PLACES, places)
     return frames.records_at(transform.spark, state, place_frame, ranges, few=True)
 
 
@@ -403,7 +403,7 @@ def _with_decisions(transform: Transform, hold: Hold, topic: str, frame: DataFra
         ]
     )
     decision_rows = [(*row[:3], *(row.order or [None] * len(parts)), row.number) for row in rows]
-    decisions = listed_frame(transform.spark, schema, decision_rows).selectExpr(
+    decisions = rows_frame(transform.spark, schema, decision_rows).selectExpr(
         "at_partition", "at_offset", "fate", f"{transform.ordering.of_parts('part')} AS at", "follows"
     )
     at_place = F.expr("kafka.partition = at_partition AND kafka.offset = at_offset")
@@ -440,8 +440,6 @@ def _is_changed(plan: EtlPlan, records: RuleRecords) -> bool:
 
 def _waits(plan: EtlPlan, rule: Rule) -> bool:
     """Whether records are pending for a rule that the batch does not match again."""
-    counts, reopening = plan.head.waiting, plan.reopening
-    waits = any(
-        counts.get((rule.name, topic), 0) and (rule.name, topic) not in reopening.sides for topic in rule.topics
-    )
-    return waits and rule.name not in reopening.joins
+    counts, retries = plan.head.waiting, plan.retries
+    waits = any(counts.get((rule.name, topic), 0) and (rule.name, topic) not in retries.sides for topic in rule.topics)
+    return waits and rule.name not in retries.joins

@@ -322,14 +322,14 @@ def _admit(pipeline: Pipeline, plan: EtlPlan, failures: Failures, place: str) ->
     for item in pipeline.inputs:
         topic_failures = [failure for at, failure in sorted(failures.found.items()) if at[0] == item.topic]
         # Records that this batch takes out of quarantine are among the quarantined records already.
-        reopened_count = sum(
-            part.records for part in plan.reopening.parts if (part.topic, part.kind) == (item.topic, "quarantined")
+        retry_count = sum(
+            part.records for part in plan.retries.parts if (part.topic, part.kind) == (item.topic, "quarantined")
         )
         if topic_failures:
             first = QuarantinedRecord(
                 plan.pool, *topic_failures[0].place, "etl", topic_failures[0].rule, topic_failures[0].reason, None, True
             )
-            admit(pipeline, item, plan.raw[item.topic], len(topic_failures) - reopened_count, first, place)
+            admit(pipeline, item, plan.raw[item.topic], len(topic_failures) - retry_count, first, place)
 
 
 def _ledger_files(staged: Staged, undecoded: DataFrame | None) -> list[DataFile]:
@@ -355,10 +355,10 @@ def _ledger_files(staged: Staged, undecoded: DataFrame | None) -> list[DataFile]
 
 
 def _settled_files(staged: Staged) -> list[DataFile]:
-    """The entries of reopened records that the raw table no longer holds, of pending records that a rule failed on, and of
+    """The entries of retried records that the raw table no longer holds, of pending records that a rule failed on, and of
     pending records whose source row ended."""
     path = f"{staged.folder}/{staging.ACCOUNT_FOLDER}/settled.parquet"
-    entries = [item.entry("expired") for item in staged.plan.reopening.expired]
+    entries = [item.entry("expired") for item in staged.plan.retries.expired]
     entries += [failure.entry() for failure in staged.failures.of(staged.plan, old=True)]
     entries += staged.pending.hold.ended_entries()
     return [staging.write_ledger(staged.uri, path, entries)] if entries else []
@@ -367,7 +367,7 @@ def _settled_files(staged: Staged) -> list[DataFile]:
 def _tidied_ledger(staged: Staged) -> tuple[list[DataFile], list[DataFile]]:
     """Ledger files to add and to remove, in addition to the batch's own files."""
     plan = staged.plan
-    leaving_ranges = [*plan.reopening.parts, *staged.failures.waited(plan, staged.transform.rules)]
+    leaving_ranges = [*plan.retries.parts, *staged.failures.waited(plan, staged.transform.rules)]
     if plan.state is None or plan.recomputed is not None:
         return [], []
     added_files, removed_files = carve(plan.state, leaving_ranges) if leaving_ranges else ([], [])

@@ -62,8 +62,8 @@ def _arrivals(transform: Transform) -> Iterator[ClassRange]:
         for item in rule.lookups if _has_waiting(transform, rule) else ():
             topic = item.table.topic
             # A user may have asked to match all of them again.
-            is_reopened = (rule.name, rule.sides[0].topic) in plan.reopening.sides
-            if item.missing == "wait" and topic in transform.rows and plan.reads(topic) and not is_reopened:
+            matches_all = (rule.name, rule.sides[0].topic) in plan.retries.sides
+            if item.missing == "wait" and topic in transform.rows and plan.reads(topic) and not matches_all:
                 assert plan.state is not None
                 yield from _arrivals_of_rule(transform, plan.state, rule, item)
 
@@ -97,12 +97,12 @@ def _expiries(transform: Transform, oldest: dict[str, int]) -> Iterator[ClassRan
     for rule in transform.rules:
         plan, state = transform.plan, transform.plan.state
         # A user may have asked to match all of them again.
-        is_reopened = all(
-            (rule.name, topic) in plan.reopening.sides
+        matches_all = all(
+            (rule.name, topic) in plan.retries.sides
             for topic in rule.topics
             if plan.head.waiting.get((rule.name, topic))
         )
-        if rule.expiry is None or state is None or is_reopened:
+        if rule.expiry is None or state is None or matches_all:
             continue
         clock = max((item.max_time or 0 for topic in rule.topics for item in transform.files.get(topic, ())), default=0)
         if rule.name in oldest and oldest[rule.name] + rule.expiry.after_ms >= clock:

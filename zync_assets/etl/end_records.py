@@ -84,21 +84,21 @@ def merge_ends(parts: Sequence[EndRecords], above: Order | None, below: Order) -
 
 
 def placed_ends(
-    parts: Sequence[EndRecords], first: int, events: Iterable[Events], above: Order | None, taken_names: Collection[str]
+    parts: Sequence[EndRecords], first: int, events: Iterable[Events], above: Order | None, past_names: Collection[str]
 ) -> EndRecords:
     """The END records of several files from an offset on, with the ends that the changes show.
 
     ``events``: the changes at or above ``above``, the highest end that ETL has reached. A transaction without an END record is
-    later than all that have one. ``taken_names``: transactions that ETL has taken. Debezium may send parts of them again.
+    later than all that have one. ``past_names``: transactions that ETL has taken. Debezium may send parts of them again.
     """
     all_ends = _concatenation(parts)
     rows = np.flatnonzero(all_ends.offsets >= first)
     rows = rows[np.argsort(all_ends.offsets[rows], kind="stable")]
-    rows = rows[~is_taken(all_ends.names.take(pa.array(rows)), taken_names)]
+    rows = rows[~is_past(all_ends.names.take(pa.array(rows)), past_names)]
     # An END record that Debezium sent again has the id of an earlier one.
     codes = all_ends.names.take(pa.array(rows)).dictionary_encode().indices.to_numpy(zero_copy_only=False)
     unique_ends = _subset(all_ends, rows[np.sort(np.unique(codes, return_index=True)[1])])
-    runs = [_runs(item, above or LOWEST, unique_ends.names, taken_names) for item in events]
+    runs = [_runs(item, above or LOWEST, unique_ends.names, past_names) for item in events]
     ranks, highs, lows = (_concat(run[part] for run in runs) for part in range(3))
     sequence = np.lexsort((lows, highs))
     place = np.empty(len(sequence), np.int64)
@@ -122,17 +122,17 @@ def placed_ends(
     )
 
 
-def is_taken(names: pa.Array, taken_names: Collection[str]) -> npt.NDArray[np.bool_]:
+def is_past(names: pa.Array, past_names: Collection[str]) -> npt.NDArray[np.bool_]:
     """Which transactions ETL has taken."""
-    return pc.is_in(names, value_set=pa.array(taken_names, pa.string())).to_numpy(zero_copy_only=False)
+    return pc.is_in(names, value_set=pa.array(past_names, pa.string())).to_numpy(zero_copy_only=False)
 
 
-def _runs(events: Events, above: Order, names: pa.Array, taken_names: Collection[str]) -> tuple[Longs, Longs, Longs]:
+def _runs(events: Events, above: Order, names: pa.Array, past_names: Collection[str]) -> tuple[Longs, Longs, Longs]:
     """The first and the last change of each transaction at or above an order: the transaction's place in ``names``, and the
     order of the change. The changes of a transaction stand in a row."""
     rows = np.flatnonzero(from_order(events.orders, above) & (events.numbers > 0))
     ids = transaction_names(events.ids.take(pa.array(rows)))
-    is_new = ~is_taken(ids, taken_names)
+    is_new = ~is_past(ids, past_names)
     rows, ids = rows[is_new], ids.filter(pa.array(is_new))
     ranks = pc.fill_null(pc.index_in(ids, value_set=names), len(names)).to_numpy().astype(np.int64)
     turns = np.flatnonzero(np.diff(ranks))

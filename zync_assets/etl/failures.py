@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.spark_types import listed_frame
+from zync_assets.codecs.spark_types import rows_frame
 from zync_assets.etl import account
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.retries import ClassRange
@@ -284,6 +284,6 @@ def _rows(
     replayed = [(p, offset) for p, offsets in raw.replay_offsets(state).items() for offset in offsets.tolist()]
     if replayed:
         # They are in the raw table, and go through the rules.
-        places = listed_frame(spark, pa.schema([("partition", pa.int32()), ("first", pa.int64())]), replayed)
+        places = rows_frame(spark, pa.schema([("partition", pa.int32()), ("first", pa.int64())]), replayed)
         frame = frame.join(places, ["partition", "first"], "left_anti")
     return account.cut_at_strides(frame)

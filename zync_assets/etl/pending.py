@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.spark_types import listed_frame
+from zync_assets.codecs.spark_types import rows_frame
 from zync_assets.etl.hold import NO_HOLD
 from zync_assets.etl.ledger import PLACE, WANTED, look_up
 from zync_assets.etl.plan import EtlBatch
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MOST_MATCHES = 20_000
 """The most places that the driver hands to Spark."""
 
-_REOPENED = pa.schema([("topic", pa.string()), ("partition", pa.int32()), ("first", pa.int64())])
+_RETRY_PLACES = pa.schema([("topic", pa.string()), ("partition", pa.int32()), ("first", pa.int64())])
 _PLACES = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("partition", pa.int32()), ("first", pa.int64())])
 
 Side = tuple[str, str]
@@ -65,8 +65,8 @@ class PendingRecords:
             rule = records.rule
             for side in (side for side in rule.sides if side.keys):
                 waiting_count = plan.head.waiting.get((rule.name, side.topic), 0)
-                # A reopened record is new for this batch, and is no longer pending.
-                if not waiting_count or (rule.name, side.topic) in plan.reopening.sides:
+                # A retried record is new for this batch, and is no longer pending.
+                if not waiting_count or (rule.name, side.topic) in plan.retries.sides:
                     continue
                 names = f"{text_sql(rule.name)} AS rule", f"{text_sql(side.topic)} AS topic"
                 for counterpart in rule.counterparts(side):
@@ -89,10 +89,12 @@ class PendingRecords:
             )
             .select("rule", "topic", "partition", "first")
         )
-        reopened = [(item.topic, *at) for item in plan.reopening.parts if item.kind == "pending" for at in item.places]
-        if reopened:
-            # A reopened record is new for this batch.
-            matches = matches.join(listed_frame(self.batch.spark, _REOPENED, reopened), PLACE, "left_anti")
+        retry_places = [
+            (item.topic, *at) for item in plan.retries.parts if item.kind == "pending" for at in item.places
+        ]
+        if retry_places:
+            # A retried record is new for this batch.
+            matches = matches.join(rows_frame(self.batch.spark, _RETRY_PLACES, retry_places), PLACE, "left_anti")
         self.release()  # of an attempt whose join keys failed
         self._places = matches.persist()
         spans: dict[Side, list[OffsetRange]] = defaultdict(list)
@@ -108,14 +110,14 @@ class PendingRecords:
         if matches is None or matches.num_rows > MOST_MATCHES:
             return False
         spans: dict[Side, list[OffsetRange]] = defaultdict(list)
-        reopened_spans = spans_of(self.batch.plan.reopening.parts)
+        retry_spans = spans_of(self.batch.plan.retries.parts)
         rows = [tuple(row.values()) for row in matches.to_pylist()]
-        # A reopened record is new for this batch.
-        rows = [row for row in rows if not is_in(reopened_spans, (row[1], row[2], row[3]), "pending")]
+        # A retried record is new for this batch.
+        rows = [row for row in rows if not is_in(retry_spans, (row[1], row[2], row[3]), "pending")]
         for rule, topic, partition, span in sorted({(*row[:3], row[3] // frames.SPAN) for row in rows}):
             spans[rule, topic].append(OffsetRange(partition, span * frames.SPAN, (span + 1) * frames.SPAN))
         if rows:
-            self._places = listed_frame(self.batch.spark, _PLACES, rows)
+            self._places = rows_frame(self.batch.spark, _PLACES, rows)
         self._spans, self._few = dict(spans), True
         return True
 

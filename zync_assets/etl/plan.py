@@ -23,7 +23,7 @@ import numpy as np
 from zync_assets.audit.guard import check_begins, check_rollback
 from zync_assets.codecs.fields import has_lacking
 from zync_assets.errors import EtlError
-from zync_assets.etl.retries import NOTHING, ClassRange, Reopening, Retry, Waits, divided, reopen, waits_of, with_joins
+from zync_assets.etl.retries import NOTHING, ClassRange, Retries, Retry, Waits, retries_of, split, waits_of, with_joins
 from zync_assets.etl.rule_changes import renamed_rules
 from zync_assets.etl.streams import Cut, cuts, domains_of, owners, unseen
 from zync_assets.lake import publication, raw, staging
@@ -133,7 +133,7 @@ class Recomputed:
 
 @dataclass(frozen=True)
 class EtlPlan:
-    """The new and reopened offsets of one batch for a staging pool.
+    """The new and retried offsets of one batch for a staging pool.
 
     The plan reads staging before raw, so that seen is never past the raw table's next offset.
     """
@@ -143,7 +143,7 @@ class EtlPlan:
     raw: Mapping[str, RawState | None] = field(repr=False)
     ranges: Mapping[str, tuple[OffsetRange, ...]]
     """Input topic → new offsets of this batch, from seen on."""
-    reopening: Reopening = field(default_factory=Reopening, repr=False)
+    retries: Retries = field(default_factory=Retries, repr=False)
     """The records below seen that the batch matches again."""
     domains: Mapping[str, str] = field(default_factory=dict[str, str])
     """Input topic → its domain. An input in the order of time has none."""
@@ -160,7 +160,7 @@ class EtlPlan:
 
     @property
     def nothing_to_do(self) -> bool:
-        idle = not any(self.ranges.values()) and not self.reopening.parts
+        idle = not any(self.ranges.values()) and not self.retries.parts
         return idle and not self.waits.overdue and not self.is_rebuild and not self.new_views
 
     @property
@@ -178,7 +178,7 @@ class EtlPlan:
 
     @cached_property
     def _reads(self) -> Mapping[str, tuple[OffsetRange, ...]]:
-        return {topic: tuple(normalize([*self.reopening.ranges(topic), *new])) for topic, new in self.ranges.items()}
+        return {topic: tuple(normalize([*self.retries.ranges(topic), *new])) for topic, new in self.ranges.items()}
 
     @property
     def head(self) -> Head:
@@ -192,9 +192,7 @@ def rebuild_plan(pipeline: Pipeline, pool: str, kind: Rebuild) -> EtlPlan:
     has_tables = plan.state is not None and any(rule.tables for rule in pipeline.rules_of(pool))
     ranges: dict[str, tuple[OffsetRange, ...]] = dict.fromkeys(plan.ranges, ())
     waits = replace(plan.waits, overdue=())
-    return replace(
-        plan, ranges=ranges, reopening=Reopening(), cuts={}, rebuild=kind if has_tables else None, waits=waits
-    )
+    return replace(plan, ranges=ranges, retries=Retries(), cuts={}, rebuild=kind if has_tables else None, waits=waits)
 
 
 @dataclass(frozen=True)
@@ -285,10 +283,10 @@ def plan_etl(
             for topic, parts in ends.items()
         }
     retry = replace(retry, waiting=(*retry.waiting, *renamed_rules(pipeline, pool, head)))
-    reopening = reopen(pipeline, pool, state, states, retry)
+    retries = retries_of(pipeline, pool, state, states, retry)
     waits = waits_of(pipeline, pool, state)
     views = _new_views(pipeline, pool, states, state)
-    if any(ranges.values()) or reopening.parts or waits.overdue or views:
+    if any(ranges.values()) or retries.parts or waits.overdue or views:
         # A batch reads old records of every input that wait for a new one.
         for table in states.values():
             if table is not None:
@@ -300,7 +298,7 @@ def plan_etl(
     states = {topic: _with_order(table) if topic in owner else table for topic, table in states.items()}
     if not any(ranges.values()):
         # A tick with nothing new lists no files.
-        return EtlPlan(pool, state, states, ranges, reopening, owner, waits=waits, new_views=views)
+        return EtlPlan(pool, state, states, ranges, retries, owner, waits=waits, new_views=views)
     files = {
         topic: [item for item in raw.raw_files(table, ranges[topic]) if not raw.is_replay(item)]
         for topic, table in states.items()
@@ -313,7 +311,7 @@ def plan_etl(
     for part in batch_cuts.values():
         batch |= part.ranges
     ranges = {topic: batch[topic] for topic in ranges}
-    return EtlPlan(pool, state, states, ranges, reopening, owner, batch_cuts, waits=waits, new_views=views)
+    return EtlPlan(pool, state, states, ranges, retries, owner, batch_cuts, waits=waits, new_views=views)
 
 
 def _with_order(state: RawState | None) -> RawState | None:
@@ -358,8 +356,8 @@ def looking_again(pipeline: Pipeline, batch: EtlBatch, rules: frozenset[str]) ->
     plan = batch.plan
     if plan.state is None:
         return batch
-    reopening = with_joins(pipeline, plan.pool, plan.state, plan.raw, plan.reopening, rules)
-    return _with_plan(batch, replace(plan, reopening=reopening))
+    retries = with_joins(pipeline, plan.pool, plan.state, plan.raw, plan.retries, rules)
+    return _with_plan(batch, replace(plan, retries=retries))
 
 
 def with_parts(batch: EtlBatch, parts: Sequence[ClassRange], oldest: Mapping[str, int]) -> EtlBatch:
@@ -367,16 +365,16 @@ def with_parts(batch: EtlBatch, parts: Sequence[ClassRange], oldest: Mapping[str
     plan = batch.plan
     if plan.state is None or (not parts and oldest == plan.waits.oldest):
         return batch
-    reopening = plan.reopening
-    again_parts, expired_parts = divided(parts, plan.state, plan.raw)
+    retries = plan.retries
+    again_parts, expired_parts = split(parts, plan.state, plan.raw)
     sides = frozenset((item.rule, item.topic) for item in parts if item.rule is not None)
-    reopening = replace(
-        reopening,
-        again=(*reopening.again, *again_parts),
-        expired=(*reopening.expired, *expired_parts),
-        some=reopening.some | sides,
+    retries = replace(
+        retries,
+        again=(*retries.again, *again_parts),
+        expired=(*retries.expired, *expired_parts),
+        some=retries.some | sides,
     )
-    return _with_plan(batch, replace(plan, reopening=reopening, waits=replace(plan.waits, oldest=oldest)))
+    return _with_plan(batch, replace(plan, retries=retries, waits=replace(plan.waits, oldest=oldest)))
 
 
 def _with_plan(batch: EtlBatch, plan: EtlPlan) -> EtlBatch:

@@ -237,14 +237,14 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
     head = plan.head
     counts, waiting = Counter(head.counts), Counter(head.waiting)
     records = Counter[tuple[str, int]](outcome.undecoded)
-    records.subtract(plan.reopening.records())
-    for item in (*plan.reopening.parts, *outcome.failed):
+    records.subtract(plan.retries.records())
+    for item in (*plan.retries.parts, *outcome.failed):
         counts[item.topic, item.part.partition, item.kind] -= item.records
         if item.rule is not None:
             waiting[item.rule, item.topic] -= item.records
     for item in outcome.failed:
         counts[item.topic, item.part.partition, "quarantined"] += item.records
-    for item in plan.reopening.expired:
+    for item in plan.retries.expired:
         counts[item.topic, item.part.partition, "expired"] += item.records
     for (topic, partition), count in outcome.undecoded.items():
         counts[topic, partition, "quarantined"] += count
@@ -271,7 +271,7 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
         schemas |= {
             kind.target(name).fingerprint: (topic, kind.texts[name]) for name in kind.texts if name in used_rules
         }
-    replayed = {**head.replayed, **(plan.reopening.replays or {})}
+    replayed = {**head.replayed, **(plan.retries.replays or {})}
     fields = {
         topic: {*head.nullable.get(topic, ())} for topic in {*head.nullable, *(topic for topic, _ in outcome.nullable)}
     }

@@ -36,7 +36,7 @@ from zync_assets.etl.failures import Failure, Place
 from zync_assets.etl.partitions import by_in_lake_names, by_sql
 from zync_assets.etl.plan import EtlPlan, Recomputed, plan_etl
 from zync_assets.etl.positions import Bound
-from zync_assets.etl.retries import Reopening
+from zync_assets.etl.retries import Retries
 from zync_assets.etl.rules.kind import LACKING, OutputColumns, union
 from zync_assets.etl.rules.output_schemas import record_fields
 from zync_assets.etl.rules.shapes import COLUMN as HEADERS
@@ -76,7 +76,7 @@ def rebuild_events_plan(pipeline: Pipeline, pool: str, recomputed: Recomputed) -
                 raise CommitConflict(f"pool {pool}: another process transformed {place[0]} meanwhile; run again")
     ranges: dict[str, Any] = dict.fromkeys(plan.ranges, ())
     waits = replace(plan.waits, overdue=())
-    return replace(plan, ranges=ranges, reopening=Reopening(), cuts={}, waits=waits, recomputed=recomputed)
+    return replace(plan, ranges=ranges, retries=Retries(), cuts={}, waits=waits, recomputed=recomputed)
 
 
 def _account_inputs(pipeline: Pipeline, pool: str, recomputed: Recomputed) -> set[str]:

@@ -207,11 +207,11 @@ def without_rows(transform: Transform, rows: DataFrame) -> dict[failures.Place, 
 def overdue_failures(transform: Transform) -> list[Failure]:
     """The failures of the records that waited too long for a row, without those that the batch matches again."""
     plan, rules = transform.plan, {rule.name: rule for rule in transform.rules}
-    reopened_spans = retries.spans_of(plan.reopening.parts)
+    retry_spans = retries.spans_of(plan.retries.parts)
     overdue: list[Failure] = []
     for item in plan.waits.overdue:
         place = item.topic, item.part.partition, item.part.first
-        if item.rule in rules and not retries.is_in(reopened_spans, place, "pending"):
+        if item.rule in rules and not retries.is_in(retry_spans, place, "pending"):
             overdue.append(Failure(*place, item.rule, lookups.overdue_reason(rules[item.rule])))
     return overdue
 
@@ -264,7 +264,7 @@ def check_rows(
         joining = {rule.name for rule in held_by_name.values() if rule.sides[0].keys}
         expired_places = {
             (item.topic, item.part.partition, offset)
-            for item in plan.reopening.expired
+            for item in plan.retries.expired
             for offset in range(item.part.first, item.part.end)
             if item.kind == "pending"
         }
@@ -276,14 +276,14 @@ def check_rows(
     records, rows, freed = source_rows.records_in_question(fetch, rows)
     entries = ledger.NO_ENTRIES if waits_in is None else ledger.pending_in(waits_in, rows)
     waiting: frozenset[Place] = frozenset()
-    if not failed_places and not plan.reopening.parts:
+    if not failed_places and not plan.retries.parts:
         plain, waits = source_rows.plainly_waiting(records, entries, freed, transform.held, labels)
         waiting = frozenset(source_rows.places(records.filter(pa.array(waits)), labels))
         plain_rows = pc.unique(records.filter(pa.array(plain))["row"])
         records = records.filter(pa.array(~plain))
         entries = entries.filter(pc.invert(pc.is_in(entries["row"], plain_rows)))
     decided_places = failed_places | hold.decision.ended | {*source_rows.places(records, labels)}
-    reopened_spans = retries.spans_of(plan.reopening.parts)
+    retry_spans = retries.spans_of(plan.retries.parts)
     rules: dict[Place, str] = {}
     seen_offsets = {place: position.seen for place, position in plan.head.inputs.items()}
     held_records = list(source_rows.held_records(records, transform.held, labels, seen_offsets))
@@ -291,7 +291,7 @@ def check_rows(
     for entry in entries.to_pylist():
         place: Place = entry["topic"], entry["partition"], entry["first"]
         name, rule, changes = entry["rule"], held_by_name.get(entry["rule"]), entry["text"] == CHANGE
-        if (rule is None and name in names) or retries.is_in(reopened_spans, place, "pending"):
+        if (rule is None and name in names) or retries.is_in(retry_spans, place, "pending"):
             continue
         rules[place] = name
         if place in decided_places:

@@ -174,7 +174,7 @@ NOTHING = Retry()
 
 
 @dataclass(frozen=True)
-class Reopening:
+class Retries:
     """The records that leave their class of the account.
 
     ``again``: records that the batch matches again; ``expired``: records that the raw table no longer holds, and that expire.
@@ -210,15 +210,15 @@ class Reopening:
         return counts
 
 
-def reopen(
+def retries_of(
     pipeline: Pipeline, pool: str, state: StagingState | None, tables: Mapping[str, RawState | None], retry: Retry
-) -> Reopening:
+) -> Retries:
     """The records to match again, for one state of the account and of the raw tables.
 
     Reads the ledger only if the account or ``retry`` names such records.
     """
     if state is None:
-        return Reopening()
+        return Retries()
     seen_offsets = {topic: state.head.seen(topic) for topic in tables}
     replays = {
         topic: table.replays
@@ -234,13 +234,13 @@ def reopen(
             if len(old_offsets):
                 replayed_offsets[topic, partition] = old_offsets
     if not replayed_offsets and retry == NOTHING:
-        return Reopening(replays=replays)
+        return Retries(replays=replays)
     kinds = ["quarantined", *(["unmatched"] if retry.unmatched else [])]
     kinds += ["expired"] if retry.expired or retry.failed is not None else []
     if retry.unmatched or retry.waiting:
         kinds += ["pending", "completed"]
     entries = staging.read_ledger(state, kinds).to_pylist()
-    held_parts, lost_parts = divided(_retried_parts(pipeline, pool, entries, replayed_offsets, retry), state, tables)
+    held_parts, lost_parts = split(_retried_parts(pipeline, pool, entries, replayed_offsets, retry), state, tables)
     for topic in sorted({item.topic for item in lost_parts}):
         count = sum(item.records for item in lost_parts if item.topic == topic)
         _log.warning(
@@ -250,10 +250,10 @@ def reopen(
             count,
             topic,
         )
-    return Reopening(tuple(held_parts), tuple(lost_parts), replays)
+    return Retries(tuple(held_parts), tuple(lost_parts), replays)
 
 
-def divided(
+def split(
     items: Iterable[ClassRange], state: StagingState, tables: Mapping[str, RawState | None]
 ) -> tuple[list[ClassRange], list[ClassRange]]:
     """The records that the raw tables hold, and those that they no longer hold."""
@@ -286,22 +286,22 @@ def with_joins(
     pool: str,
     state: StagingState,
     tables: Mapping[str, RawState | None],
-    reopening: Reopening,
+    retries: Retries,
     rules: frozenset[str],
-) -> Reopening:
-    """``reopening``, plus the pending records of ``rules``. The joins of ``rules`` changed, so that old hashes are useless."""
+) -> Retries:
+    """``retries``, plus the pending records of ``rules``. The joins of ``rules`` changed, so that old hashes are useless."""
     _log.warning(
         "pool %s: the join, the hold or the look-ups of %s changed since records began to wait for it, or a table got its"
         " schema; these records go through the rules again",
         pool,
         ", ".join(sorted(rules)),
     )
-    rule_reopening = reopen(pipeline, pool, state, tables, Retry(waiting=tuple(rules)))
+    rule_retries = retries_of(pipeline, pool, state, tables, Retry(waiting=tuple(rules)))
     again_parts, expired_parts = (
         (*(item for item in kept_items if item.rule not in rules), *(item for item in items if item.rule in rules))
-        for kept_items, items in ((reopening.again, rule_reopening.again), (reopening.expired, rule_reopening.expired))
+        for kept_items, items in ((retries.again, rule_retries.again), (retries.expired, rule_retries.expired))
     )
-    return replace(reopening, again=again_parts, expired=expired_parts, joins=reopening.joins | rules)
+    return replace(retries, again=again_parts, expired=expired_parts, joins=retries.joins | rules)
 
 
 def _retried_parts(

@@ -125,7 +125,7 @@ def transaction_frontier(
         pipeline.transactions.limit,
         read_events,
         partial(_bad_offsets, snapshot),
-        _taken_names(parts, before),
+        _past_names(parts, before),
     )
     above = None if before is None else before.end
     last = slowest(streams.streams, counting, streams.confirmed, above)
@@ -151,10 +151,10 @@ def _placed_ends(parts: Sequence[EndRecords], counting: Counting, before: Transa
         for item in stream.files
         if (item.max_order or LOWEST) >= (above or LOWEST)
     )
-    return placed_ends(parts, first_offset, changes, above, counting.taken)
+    return placed_ends(parts, first_offset, changes, above, counting.past)
 
 
-def _taken_names(parts: Sequence[EndRecords], before: TransactionPosition | None) -> frozenset[str]:
+def _past_names(parts: Sequence[EndRecords], before: TransactionPosition | None) -> frozenset[str]:
     """Some transactions that ETL has taken: the last incomplete one, and those with an END record that ETL has passed."""
     if before is None:
         return frozenset()

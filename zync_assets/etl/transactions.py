@@ -40,7 +40,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.etl.end_records import EndRecords, Events, Longs, ReadEvents, below, count_below, from_order, is_taken
+from zync_assets.etl.end_records import EndRecords, Events, Longs, ReadEvents, below, count_below, from_order, is_past
 from zync_assets.etl.frontier import END, File, OrderKey, Orders, Stream, after
 from zync_assets.ingest.order import transaction_names
 from zync_assets.lake.log import Order
@@ -62,7 +62,7 @@ class Counting:
     limit: float
     read: ReadEvents
     bad: Callable[[Stream], Longs]
-    taken: Collection[str] = ()
+    past: Collection[str] = ()
     """Transactions that ETL has taken, as far as they are known: their END records come before the others, or ETL took the
     transaction without all its changes. Late changes, and changes that come again, hold nothing back."""
 
@@ -280,8 +280,8 @@ def _first_unclosed(
             continue
         since = None if item.commit_time is None else item.commit_time / 1000
         is_overdue = counting.is_overdue(since, [*counting.streams, *counting.closers])
-        if is_overdue or overdue or _names(events, changes[:1])[0].as_py() in counting.taken:
-            changes = changes[~is_taken(_names(events, changes), counting.taken)]
+        if is_overdue or overdue or _names(events, changes[:1])[0].as_py() in counting.past:
+            changes = changes[~is_past(_names(events, changes), counting.past)]
         if not is_overdue and not overdue:
             changes = changes[:1]  # a transaction of millions of changes may be under way
         names = [str(name) for name in _names(events, changes).to_pylist()]

@@ -285,8 +285,8 @@ def place_losses(archive: str, topic: str, state: ArchiveState) -> Losses:
         except FileNotFoundError as error:
             raise LakeError(f"archive {archive}: the file {error} is gone. Restore it from a copy.") from None
     # Somebody may have renamed the folder of a topic.
-    listed_objects = {replace(item, topic=topic) for item in _parse_paths(paths)}
-    objects = sorted(listed_objects, key=lambda item: (item.partition, item.first))
+    present_objects = {replace(item, topic=topic) for item in _parse_paths(paths)}
+    objects = sorted(present_objects, key=lambda item: (item.partition, item.first))
     # The state was read first: a run that goes on in the meantime only makes longer objects.
     existing_objects = list_objects(archive, topic)
     lost_objects = tuple(item for item in objects if not _is_covered(item, existing_objects))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.spark_types import listed_frame, spark_schema
+from zync_assets.codecs.spark_types import rows_frame, spark_schema
 from zync_assets.errors import EtlError
 from zync_assets.lake import storage, stores
 from zync_assets.lake.log import DataFile
@@ -176,7 +176,7 @@ def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
     if len(parts) > MANY_RANGES:
         rows = [(part.partition, part.first, part.end) for part in parts]
         spans = f"explode(sequence(low DIV {SPAN}, (high - 1) DIV {SPAN})) AS span"
-        places = listed_frame(frame.sparkSession, _PLACES, rows).selectExpr("*", spans)
+        places = rows_frame(frame.sparkSession, _PLACES, rows).selectExpr("*", spans)
         condition = f"kafka.partition = at_partition AND kafka.offset DIV {SPAN} = span"
         from pyspark.sql import functions as F
 
@@ -210,7 +210,7 @@ def _with_carried_times(
         SPAN, sum((item.last or 0) - (item.first or 0) for item in files if item.path in times_by_path) // _SPANS
     )
     spans = f"explode(sequence(low DIV {span}, high DIV {span})) AS span"
-    span_times = listed_frame(spark, _SPAN_TIMES, rows).selectExpr(
+    span_times = rows_frame(spark, _SPAN_TIMES, rows).selectExpr(
         "at", "low", "high", "timestamp_millis(reached) AS reached", spans
     )
     inside = f"kafka.partition = at AND kafka.offset DIV {span} = span AND kafka.offset BETWEEN low AND high"

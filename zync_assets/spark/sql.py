@@ -77,7 +77,7 @@ MOST_IN = 160
 _LISTS = 16
 
 
-def listed_sql(sql: str, values: Sequence[str]) -> str:
+def in_sql(sql: str, values: Sequence[str]) -> str:
     """Whether a value is one of ``values``, which are sorted. Parquet skips pages by it.
 
     Parquet writes its filter as text for each file, and a list as nested as it is long. Several short lists, in a tree, make less

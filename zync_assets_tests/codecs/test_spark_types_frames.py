@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from zync_assets.codecs.spark_types import arrow_frame, listed_frame
+from zync_assets.codecs.spark_types import arrow_frame, rows_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -16,14 +16,14 @@ SCHEMA = pa.schema([("name", pa.string()), ("part", pa.int32()), ("first", pa.in
 
 def test_values_and_types_are_kept_and_no_python_reads_them(spark: SparkSession) -> None:
     rows = [("a", 1, 2**60, 0.5), (None, None, None, None)]
-    frame = listed_frame(spark, SCHEMA, rows)
+    frame = rows_frame(spark, SCHEMA, rows)
     assert [tuple(row) for row in frame.collect()] == rows
     assert [kind for _, kind in frame.dtypes] == ["string", "int", "bigint", "double"]
     assert "LocalTableScan" in frame._jdf.queryExecution().executedPlan().toString()
 
 
 def test_no_rows_have_types_too(spark: SparkSession) -> None:
-    frame = listed_frame(spark, SCHEMA, [])
+    frame = rows_frame(spark, SCHEMA, [])
     assert frame.collect() == []
     assert [kind for _, kind in frame.dtypes] == ["string", "int", "bigint", "double"]
 

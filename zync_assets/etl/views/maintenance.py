@@ -281,7 +281,7 @@ class Maintenance:
         if isinstance(keys, pa.Table):
             columns = {path: column for (_, path), column in key_columns(self.query.rule.key, KEY, keys[KEY])}
             values = pa.table({f"z_k{at}": columns[path] for at, (_, path) in enumerate(fields)})
-            return self._with_listed_values(start, values, KeyFilter(None, expressions, null_safe=True))
+            return self._with_values(start, values, KeyFilter(None, expressions, null_safe=True))
         frame = keys.selectExpr(*(f"{path} AS z_k{at}" for at, (_, path) in enumerate(fields)))
         return self._values(start, frame, expressions, few=few, null_safe=True)
 
@@ -297,9 +297,9 @@ class Maintenance:
         table = self._fetched(frame)
         if table is None:
             return replace(key_filter, frame=F.broadcast(checkpoint(frame)))
-        return self._with_listed_values(alias, table, key_filter)
+        return self._with_values(alias, table, key_filter)
 
-    def _with_listed_values(self, alias: str, table: pa.Table, key_filter: KeyFilter) -> KeyFilter:
+    def _with_values(self, alias: str, table: pa.Table, key_filter: KeyFilter) -> KeyFilter:
         """Fetched values: in a list if they are of a plain column, else as a frame."""
         from pyspark.sql import functions as F
 
@@ -324,7 +324,7 @@ class Maintenance:
                 values = pa.Table.from_struct_array(table[f"s{at}"])
                 if not any(pa.types.is_nested(kind) for kind in values.schema.types):
                     values = values.group_by(values.column_names).aggregate([])
-                key_filters.append(self._with_listed_values(step.far, values, KeyFilter(near_rows, sqls)))
+                key_filters.append(self._with_values(step.far, values, KeyFilter(near_rows, sqls)))
         return key_filters
 
     def _spanned(self, sql: str, alias: str) -> str | None:

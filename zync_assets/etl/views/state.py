@@ -31,7 +31,7 @@ from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import ORDER_TYPE
 from zync_assets.lake.staging import StagingState
 from zync_assets.spark import frames
-from zync_assets.spark.sql import listed_sql, long_sql, name_sql, search_sql, tuple_sql
+from zync_assets.spark.sql import in_sql, long_sql, name_sql, search_sql, tuple_sql
 from zync_assets.spark.tasks import tune_worker, unmeasured
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Places:
     def condition(self, high: str, key: str) -> str:
         """The condition of these keys, as SQL. Other keys may have it too."""
         hashed = f" AND xxhash64({key}) IN ({', '.join(map(long_sql, self.hashes))})" if self.hashes else ""
-        return f"{listed_sql(high, [long_sql(value) for value in self.highs])}{hashed}"
+        return f"{in_sql(high, [long_sql(value) for value in self.highs])}{hashed}"
 
 
 @dataclass(frozen=True)

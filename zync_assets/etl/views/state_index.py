@@ -35,7 +35,7 @@ from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import ORDER_TYPE
 from zync_assets.pipeline import Rule
 from zync_assets.spark import frames
-from zync_assets.spark.sql import int_sql, listed_sql, long_sql, name_sql, text_sql
+from zync_assets.spark.sql import in_sql, int_sql, long_sql, name_sql, text_sql
 from zync_assets.spark.tasks import tune_worker
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ class KeyFilter:
 
     ``own``: the expressions over the alias. ``frame``: the allowed values, in the columns ``z_k0``, ``z_k1`` …; None if the
     filter is a ``span`` alone. ``column``: a plain column among the expressions. ``values``: the allowed values of the column;
-    ``listed``: the same values as SQL. ``span``: the least and the greatest allowed value of the column, in place of a list.
+    ``value_list``: the same values as SQL. ``span``: the least and the greatest allowed value of the column, in place of a list.
     ``null_safe``: whether null equals null.
     """
 
     frame: DataFrame | None
     own: Sequence[str]
     column: str | None = None
-    listed: Sequence[str] = ()
+    value_list: Sequence[str] = ()
     null_safe: bool = False
     span: tuple[int, int] | None = None
     values: pa.Array | pa.ChunkedArray | None = None
@@ -91,10 +91,10 @@ class KeyFilter:
     def _condition(self, sql: str) -> str:
         if self.span is not None:
             return f"{sql} BETWEEN {long_sql(self.span[0])} AND {long_sql(self.span[1])}"
-        return listed_sql(sql, self.listed)
+        return in_sql(sql, self.value_list)
 
 
-def listed_values(kind: DataType, values: Sequence[Any]) -> list[str] | None:
+def sql_values(kind: DataType, values: Sequence[Any]) -> list[str] | None:
     """Values of a plain column as SQL; None for a column of another type than integers and texts."""
     from pyspark.sql import types as spark
 
@@ -111,11 +111,11 @@ def with_list(key_filter: KeyFilter, item: StructField | None, table: pa.Table) 
     """The filter with fetched values in a list. ``item``: the plain column that must equal them. None if they can't be listed."""
     if item is None or len(key_filter.own) > 1 or (key_filter.null_safe and table["z_k0"].null_count):
         return None
-    value_list = listed_values(item.dataType, sorted(set(table["z_k0"].drop_null().to_pylist())))
+    value_list = sql_values(item.dataType, sorted(set(table["z_k0"].drop_null().to_pylist())))
     return (
         None
         if value_list is None
-        else replace(key_filter, frame=None, column=item.name, listed=value_list, values=table["z_k0"])
+        else replace(key_filter, frame=None, column=item.name, value_list=value_list, values=table["z_k0"])
     )
 
 

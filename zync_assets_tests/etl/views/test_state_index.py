@@ -24,8 +24,8 @@ from zync_assets.etl.views.state_index import (
     indexed_columns,
     indexes_of,
     join_columns,
-    listed_values,
     looked_up_places,
+    sql_values,
     unindexed_rows,
     write_index,
 )
@@ -68,8 +68,8 @@ def versions(folder: Path, rows: Sequence[Row | int]) -> DataFile:
     return DataFile(path, 1, len(made), group=TABLE.versions)
 
 
-def listed(column: str, values: Sequence[int | str]) -> KeyFilter:
-    return KeyFilter(None, [f"o.{column}"], column, listed=[], values=pa.array(values))
+def key_filter(column: str, values: Sequence[int | str]) -> KeyFilter:
+    return KeyFilter(None, [f"o.{column}"], column, value_list=[], values=pa.array(values))
 
 
 def reader_of(folder: Path, spark: SparkSession | None = None) -> StateReader:
@@ -99,8 +99,8 @@ def test_an_index_gives_the_places_of_all_rows_with_a_value(
         patch.setattr(state_index, "SHARE", 0)
         files = StateFiles([versions(folder, rows) for rows in runs])
         made = StateFiles(indexes=write_index(reader, KIND, files.versions, ["customer", "city"], small=True))
-        found = looked_up_places(reader, KIND, files + made, listed("customer", customers))
-        cities = looked_up_places(reader, KIND, files + made, listed("city", ["é", "x"]))
+        found = looked_up_places(reader, KIND, files + made, key_filter("customer", customers))
+        cities = looked_up_places(reader, KIND, files + made, key_filter("city", ["é", "x"]))
     rows = [row for run in runs for row in run if not isinstance(row, int)]
     if not any(runs):
         assert found is None
@@ -128,9 +128,9 @@ def test_a_large_write_has_the_same_index_in_sorted_files(
     # No row has a city: one file without an entry says so.
     assert [item.records for item in written if item not in customers] == [0]
     both = files + StateFiles(indexes=written)
-    found = looked_up_places(reader, KIND, both, listed("customer", [3, 39]))
+    found = looked_up_places(reader, KIND, both, key_filter("customer", [3, 39]))
     assert found is not None and found.highs == [key for key in range(200) if key * 7 % 40 in (3, 39)]
-    none = looked_up_places(reader, KIND, both, listed("city", ["a"]))
+    none = looked_up_places(reader, KIND, both, key_filter("city", ["a"]))
     assert none is not None and none.highs == []
 
 
@@ -141,12 +141,12 @@ def test_a_look_up_reads_all_rows_without_an_index_or_where_it_needs_most_of_the
     )
     index = write_index(reader, KIND, [new], ["customer"], small=True)
     # A file of an older version of zync has no index.
-    assert looked_up_places(reader, KIND, StateFiles([old, new], indexes=index), listed("customer", [3])) is None
+    assert looked_up_places(reader, KIND, StateFiles([old, new], indexes=index), key_filter("customer", [3])) is None
     # Each of many places is a page to read.
-    assert looked_up_places(reader, KIND, StateFiles([new], indexes=index), listed("customer", [3])) is None
-    few = looked_up_places(reader, KIND, StateFiles([new], indexes=index), listed("customer", [9]))
+    assert looked_up_places(reader, KIND, StateFiles([new], indexes=index), key_filter("customer", [3])) is None
+    few = looked_up_places(reader, KIND, StateFiles([new], indexes=index), key_filter("customer", [9]))
     assert few is not None and few.highs == []
-    assert looked_up_places(reader, KIND, StateFiles([new], indexes=index), listed("city", ["a"])) is None
+    assert looked_up_places(reader, KIND, StateFiles([new], indexes=index), key_filter("city", ["a"])) is None
     assert indexes_of(StateFiles([old, new], indexes=index), [new]) == index
     assert indexes_of(StateFiles([old, new], indexes=index), [old]) == []
 
@@ -201,10 +201,10 @@ def test_rows_that_an_index_lacks_are_counted(tmp_path: Path, spark: SparkSessio
 def test_the_least_and_the_greatest_number_of_each_type_are_listed(spark: SparkSession) -> None:
     for kind, bits in ((IntegerType(), 31), (LongType(), 63)):
         numbers = [-(2**bits), -1, 2**bits - 1]
-        listed = listed_values(kind, numbers)
+        listed = sql_values(kind, numbers)
         assert listed is not None
         [row] = spark.sql(f"SELECT array({', '.join(listed)}) AS numbers").collect()
         assert row["numbers"] == numbers
         assert spark.sql(f"SELECT {listed[0]} AS least").schema[0].dataType == kind
     # No int equals a larger number.
-    assert listed_values(IntegerType(), [7, 2**31, -(2**31) - 1]) == ["7"]
+    assert sql_values(IntegerType(), [7, 2**31, -(2**31) - 1]) == ["7"]
