@@ -1,10 +1,19 @@
 """JSON texts to columns, and columns to JSON texts, a column at a time.
 
-``columns_reader`` reads many JSON texts of one struct type at once with pyarrow's JSON reader. ``values`` reads the texts that
-are unsafe for this reader, one by one, and defines the meaning of a text. A text is unsafe if pyarrow refuses the text, or may
-read it differently. Such texts have NaN and infinities (not JSON), deep nesting and numbers of a thousand digits (beyond
-Python's limits), minus zeros, values that are no objects, and, beside decimals, very small exponents. The functions of
-``values`` convert the strings of dates, timestamps and base64.
+``columns_reader`` reads many JSON texts of one struct type at once. Three readers do this, the quickest first. Each leaves the
+texts to the next reader that it does not read with certainty:
+
+1. ``scan``: one compiled pass over the texts. It knows structs of plain values, and runs where compiled code pays.
+2. pyarrow's JSON reader.
+3. ``values``, text by text. It defines the meaning of a text.
+
+A text is unsafe for pyarrow if pyarrow refuses the text, or may read it differently. Such a text has:
+
+- NaN or an infinity, which are not JSON, or a value that is no object
+- deep nesting or a number of a thousand digits, beyond Python's limits
+- a minus zero or, beside decimals, a very small exponent
+
+The functions of ``values`` convert the strings of dates, timestamps and base64.
 
 ``json_texts`` writes columns as JSON texts, a column at a time, and reverses ``values``.
 """
@@ -21,7 +30,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 
-from zync_assets.codecs.arrays import Mask, base64_bytes, is_valid, list_of, list_parts, pc, struct_of
+from zync_assets.codecs.arrays import Mask, base64_bytes, is_valid, list_of, list_parts, pays, pc, struct_of
+from zync_assets.codecs.json.scan import scan
 from zync_assets.codecs.json.values import json_reader, scalar_reader
 
 # pyarrow.compute makes its functions when it is imported: no checker sees them.
@@ -55,29 +65,48 @@ def _readable(type: pa.DataType) -> bool:
     return _readable(type.value_type) if pa.types.is_list(type) else not pa.types.is_map(type)
 
 
-def columns_reader(type: pa.DataType) -> Callable[[pa.Array], tuple[pa.Array, dict[int, str]]]:
+Convert = Callable[[pa.Array], tuple[pa.Array, dict[int, str]]]
+"""Binary payloads → values, null where bad, and the errors by index."""
+
+
+def columns_reader(type: pa.DataType) -> Convert:
     """As ``values.json_reader``, with the same results, sooner."""
     judge, decimals = json_reader(type), _has_decimals(type)
     if not has_columns(type):
         return judge
 
-    def convert(payloads: pa.Array) -> tuple[pa.Array, dict[int, str]]:
-        payloads = payloads.cast(pa.binary())
+    def without_scan(payloads: pa.Array) -> tuple[pa.Array, dict[int, str]]:
         plain = np.flatnonzero(_is_plain(payloads, decimals))
         values, odd = _read_texts(type, payloads.take(pa.array(plain)))
-        slow_mask = np.ones(len(payloads), np.bool_)
-        slow_mask[plain[~odd]] = False
-        slow_rows = np.flatnonzero(slow_mask)
-        if not len(slow_rows):
-            return values, {}
-        slow_values, errors = judge(payloads.take(pa.array(slow_rows)))
-        value_indices = np.empty(len(payloads), np.int64)
-        value_indices[plain] = np.arange(len(plain))
-        value_indices[slow_rows] = len(plain) + np.arange(len(slow_rows))
-        all_values = pa.concat_arrays([values, slow_values]).take(pa.array(value_indices))
-        return all_values, {int(slow_rows[index]): error for index, error in errors.items()}
+        return _with_rest(payloads, plain, values, odd, judge)
 
-    return convert
+    def read(payloads: pa.Array) -> tuple[pa.Array, dict[int, str]]:
+        payloads = payloads.cast(pa.binary())
+        scanned_texts = scan(type, payloads) if pays(len(payloads)) else None
+        if scanned_texts is None:
+            return without_scan(payloads)
+        array, odd = scanned_texts
+        values, wrong = _typed_column(type, array)
+        return _with_rest(payloads, np.arange(len(payloads)), values, odd | wrong, without_scan)
+
+    return read
+
+
+def _with_rest(
+    payloads: pa.Array, rows: Any, values: pa.Array, odd: Mask, convert: Convert
+) -> tuple[pa.Array, dict[int, str]]:
+    """All values. ``values``: of the payloads ``rows``; ``odd``: marks wrong values. ``convert`` reads the other payloads."""
+    other_mask = np.ones(len(payloads), np.bool_)
+    other_mask[rows[~odd]] = False
+    other_rows = np.flatnonzero(other_mask)
+    if not len(other_rows):
+        return values, {}
+    other_values, errors = convert(payloads.take(pa.array(other_rows)))
+    value_indices = np.empty(len(payloads), np.int64)
+    value_indices[rows] = np.arange(len(rows))
+    value_indices[other_rows] = len(rows) + np.arange(len(other_rows))
+    all_values = pa.concat_arrays([values, other_values]).take(pa.array(value_indices))
+    return all_values, {int(other_rows[index]): error for index, error in errors.items()}
 
 
 def _has_decimals(type: pa.DataType) -> bool:

@@ -16,6 +16,8 @@ from zync_assets.codecs.json.columns import columns_reader, has_columns
 from zync_assets.codecs.json.values import json_reader
 from zync_assets_tests.codecs.generated import EXAMPLES, INTS, LONGS, TEXTS, same
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 TIMES = st.datetimes(datetime.datetime(1, 1, 2), datetime.datetime(9999, 12, 30)).map(datetime.datetime.isoformat)
 
 ODD_TIMES = (

@@ -1,0 +1,377 @@
+"""The loops of ``scan``, compiled by numba: one pass over JSON texts (RFC 8259), and the copies of their strings.
+
+A scan never judges a text. It marks each text as odd that it does not read with certainty, and another reader reads the text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+# numba gives its functions no types that a checker sees.
+# pyright: reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportReturnType=false
+
+STRUCT, INT, FLOAT, BOOL, STRING, DECIMAL = range(6)
+"""The kinds of a node."""
+ABSENT, VALUE, NULL, TEXT, ESCAPED = range(5)
+"""The states of a node in a text. TEXT: a number that the loop leaves to Arrow, which rounds correctly.
+ESCAPED: a string with escaped characters."""
+
+_DEPTH = 64
+"""A text with so many open brackets is odd."""
+_MOST_DIGITS = 400
+"""A number with so many digits is odd."""
+_MOST = 2**63 - 1
+"""The greatest integer."""
+_EXACT = 10**15
+"""A double holds each integer below it. Divided by a power of ten that a double holds too, the integer is rounded once."""
+_DIGITS = 18
+"""Each integer of so many digits has 64 bits."""
+
+_Bytes = types.Array(types.uint8, 1, "C", readonly=True)
+_Longs, _Small, _Flags = types.int64[::1], types.uint8[::1], types.boolean[::1]
+_NodeLongs, _NodeStates = types.int64[:, ::1], types.uint8[:, ::1]
+
+_ONE = np.uintp(1)
+"""No place is negative: numba need not look, where places and steps are unsigned."""
+
+_FIRST, _KEY, _ITEM, _AFTER = range(4)
+"""The places in a text: after an opening bracket, at a key, at a value, after a value."""
+
+
+@njit(types.int64(_Bytes, types.int64), cache=True, nogil=True)
+def _hex(data: Any, at: int) -> int:
+    """The number of four hexadecimal digits; -1 if they are none."""
+    number = 0
+    for step in range(4):
+        byte = np.int64(data[at + step])
+        if 48 <= byte <= 57:
+            digit = byte - 48
+        elif 65 <= byte <= 70:
+            digit = byte - 55
+        elif 97 <= byte <= 102:
+            digit = byte - 87
+        else:
+            return -1
+        number = number * 16 + digit
+    return number
+
+
+@njit(types.UniTuple(types.int64, 2)(_Bytes, types.int64, types.int64), cache=True, nogil=True)
+def _string(data: Any, at: int, end: int) -> tuple[int, int]:
+    """The place of the closing quote, and the bytes of the string in UTF-8; -1 if the string is odd. ``at``: its first byte."""
+    length = 0
+    while at < end:
+        byte = data[at]
+        if byte == 34:
+            return at, length
+        if byte < 32:
+            break
+        if byte != 92:
+            at, length = at + 1, length + 1
+            continue
+        if at + 1 >= end:
+            break
+        byte = data[at + 1]
+        if byte == 117:
+            code = _hex(data, at + 2) if at + 6 <= end else -1
+            at += 6
+            if 0xD800 <= code < 0xDC00:
+                pair = at + 6 <= end and data[at] == 92 and data[at + 1] == 117
+                low = _hex(data, at + 2) if pair else -1
+                if not 0xDC00 <= low < 0xE000:
+                    break
+                at, length = at + 6, length + 4
+            elif code < 0 or 0xDC00 <= code < 0xE000:
+                break
+            else:
+                length += 1 if code < 0x80 else 2 if code < 0x800 else 3
+        elif (
+            byte == 34
+            or byte == 92
+            or byte == 47
+            or byte == 98
+            or byte == 102
+            or byte == 110
+            or byte == 114
+            or byte == 116
+        ):
+            at, length = at + 2, length + 1
+        else:
+            break
+    return -1, 0
+
+
+@njit(types.UniTuple(types.int64, 4)(_Bytes, types.int64, types.int64), cache=True, nogil=True)
+def _number(data: Any, at: int, end: int) -> tuple[int, int, int, int]:
+    """The place after a number, its digits as an integer, the digits of its fraction (-1: none, -2: the number has an exponent
+    or too many digits), and its sign. The place is -1 if the number is odd."""
+    sign, digits, count, places, large = 1, np.int64(0), 0, -1, False
+    if data[at] == 45:
+        sign, at = -1, at + 1
+    first = at
+    while at < end and 48 <= data[at] <= 57:
+        digit = np.int64(data[at]) - 48
+        large = (
+            large
+            or count > 18
+            or (count == 18 and digits >= _MOST // 10 and (digits > _MOST // 10 or digit > _MOST % 10))
+        )
+        digits = digits if large else digits * 10 + digit
+        at, count = at + 1, count + 1
+    if count == 0 or (count > 1 and data[first] == 48):
+        return -1, 0, 0, 0
+    if at < end and data[at] == 46:
+        at, places = at + 1, 0
+        while at < end and 48 <= data[at] <= 57:
+            large = large or count >= _DIGITS
+            digits = digits if large else digits * 10 + (np.int64(data[at]) - 48)
+            at, count, places = at + 1, count + 1, places + 1
+        if places == 0:
+            return -1, 0, 0, 0
+    if count >= _MOST_DIGITS:
+        return -1, 0, 0, 0
+    if large:
+        places = -2
+    if at < end and (data[at] == 101 or data[at] == 69):
+        at, places = at + 1, -2
+        if at < end and (data[at] == 43 or data[at] == 45):
+            at += 1
+        first = at
+        while at < end and 48 <= data[at] <= 57:
+            at += 1
+        # A longer exponent has no meaning in a decimal of Python.
+        if not 0 < at - first <= 4:
+            return -1, 0, 0, 0
+    return at, digits, places, sign
+
+
+@njit(types.boolean(_Bytes, types.int64), cache=True, nogil=True)
+def _is_word(data: Any, at: int) -> bool:
+    """Whether ``null``, ``true`` or ``false`` begins at a place with the word's first letter."""
+    first, second, third, fourth = data[at], data[at + 1], data[at + 2], data[at + 3]
+    if first == 110:
+        return second == 117 and third == 108 and fourth == 108
+    if first == 116:
+        return second == 114 and third == 117 and fourth == 101
+    return second == 97 and third == 108 and fourth == 115 and data[at + 4] == 101
+
+
+@njit(types.int64(_Bytes, types.uintp, types.uintp, _Bytes, _Longs, types.int64, types.int64), cache=True, nogil=True)
+def _child(data: Any, start: Any, end: Any, names: Any, name_ends: Any, first: int, count: int) -> int:
+    """The child with the name ``data[start:end]``; -1 if there is none. ``first``, ``count``: of the children."""
+    for node in range(first, first + count):
+        name, at = np.uintp(name_ends[node]), start
+        if np.uintp(name_ends[node + 1]) - name != end - start:
+            continue
+        while at < end and data[at] == names[name]:
+            at, name = at + _ONE, name + _ONE
+        if at == end:
+            return node
+    return -1
+
+
+@njit(
+    types.void(
+        _Bytes, _Longs, _Small, _Longs, _Longs, _Bytes, _Longs, _Longs, _Longs, _Longs,
+        _NodeLongs, _NodeLongs, _NodeLongs, _NodeStates, _Flags,
+    ),
+    cache=True,
+    nogil=True,
+)  # fmt: skip
+def scan_texts(
+    data: Any, bounds: Any, kinds: Any, firsts: Any, counts: Any, names: Any, name_ends: Any, least: Any, most: Any, scales: Any,
+    numbers: Any, starts: Any, lengths: Any, states: Any, odd: Any,
+) -> None:  # fmt: skip
+    """Reads the texts ``data[bounds[i]:bounds[i + 1]]``. Node 0 is the whole text.
+
+    ``kinds``, ``firsts``, ``counts``: of each node: its kind, its first child and the number of its children; ``name_ends``: the
+    bounds of its name in ``names``; ``least``, ``most``: of its integers, of a decimal without its point; ``scales``: of its
+    decimals, at most 18. The results are by node and text: ``states``; ``numbers``: an integer, a boolean, a decimal without its
+    point, or the bits of a double; ``starts``: of a string or a number's text in ``data``;
+    ``lengths``: of the string in UTF-8, or of the number's text. ``odd``: by text.
+    """
+    nodes = np.zeros(_DEPTH + 1, np.int64)
+    guesses = np.zeros(_DEPTH + 1, np.int64)
+    arrays = np.zeros(_DEPTH + 1, np.bool_)
+    powers, tens = 10.0 ** np.arange(_DIGITS + 1), 10 ** np.arange(_DIGITS + 1)
+    real = np.zeros(1, np.float64)
+    bits = real.view(np.int64)
+    for text in range(len(bounds) - 1):
+        at, end = np.uintp(bounds[text]), np.uintp(bounds[text + 1])
+        depth, place, target, good = 0, _ITEM, 0, False
+        while True:
+            while at < end and (data[at] == 32 or data[at] == 10 or data[at] == 13 or data[at] == 9):
+                at += _ONE
+            if at >= end:
+                # The text ends well after its only value.
+                good = depth == 0 and place == _AFTER
+                break
+            byte = data[at]
+            if place == _AFTER:
+                if depth == 0:
+                    break
+                if byte == 44:
+                    at += _ONE
+                    place, target = (_ITEM, -1) if arrays[depth] else (_KEY, -1)
+                    continue
+                if byte != (93 if arrays[depth] else 125):
+                    break
+                at, depth = at + _ONE, depth - 1
+                continue
+            if place == _FIRST:
+                if byte == (93 if arrays[depth] else 125):
+                    at, depth, place = at + _ONE, depth - 1, _AFTER
+                    continue
+                place, target = (_ITEM, -1) if arrays[depth] else (_KEY, -1)
+            if place == _KEY:
+                if byte != 34:
+                    break
+                at += _ONE
+                node, close = nodes[depth], at
+                if node >= 0:
+                    # Most texts have their fields in one order.
+                    guess = firsts[node] + guesses[depth] % counts[node]
+                    name, name_end = np.uintp(name_ends[guess]), np.uintp(name_ends[guess + 1])
+                    while close < end and name < name_end and data[close] == names[name]:
+                        close, name = close + _ONE, name + _ONE
+                    target = guess if name == name_end and close < end and data[close] == 34 else -1
+                if target < 0:
+                    close = at
+                    while close < end and data[close] != 34 and data[close] != 92 and data[close] >= 32:
+                        close += _ONE
+                    # A name with an escaped character is odd.
+                    if close >= end or data[close] != 34:
+                        break
+                    if node >= 0:
+                        target = _child(data, at, close, names, name_ends, firsts[node], counts[node])
+                if target >= 0:
+                    guesses[depth] = target - firsts[node] + 1
+                    if states[target, text] != ABSENT:
+                        break  # the field comes twice
+                at = close + _ONE
+                while at < end and (data[at] == 32 or data[at] == 10 or data[at] == 13 or data[at] == 9):
+                    at += _ONE
+                if at >= end or data[at] != 58:
+                    break
+                at, place = at + _ONE, _ITEM
+                continue
+            kind = kinds[target] if target >= 0 else STRUCT
+            if byte == 123 or byte == 91:
+                if depth == _DEPTH or (target >= 0 and (byte == 91 or kind != STRUCT)):
+                    break
+                depth += 1
+                nodes[depth], guesses[depth], arrays[depth] = target, 0, byte == 91
+                if target >= 0:
+                    states[target, text] = VALUE
+                at, place = at + _ONE, _FIRST
+                continue
+            if depth == 0:
+                break  # no object
+            if byte == 34:
+                at += _ONE
+                close = at
+                while close < end and data[close] != 34 and data[close] != 92 and data[close] >= 32:
+                    close += _ONE
+                if close >= end or (target >= 0 and kind != STRING and kind != DECIMAL):
+                    break
+                length, state = np.int64(close - at), VALUE
+                if data[close] != 34:
+                    after, length = _string(data, np.int64(at), np.int64(end))
+                    if after < 0:
+                        break
+                    close, state = np.uintp(after), ESCAPED
+                if kind == DECIMAL:
+                    # A decimal may stand in quotes.
+                    after, digits, places, sign = _number(data, np.int64(at), np.int64(close))
+                    missing = scales[target] - max(places, 0)
+                    if after != close or places == -2 or missing < 0 or digits > most[target] // tens[missing]:
+                        break
+                    states[target, text], numbers[target, text] = VALUE, sign * digits * tens[missing]
+                elif target >= 0:
+                    states[target, text], starts[target, text], lengths[target, text] = state, at, length
+                at = close + _ONE
+            elif byte == 110 or byte == 116 or byte == 102:
+                word_end = at + np.uintp(5 if byte == 102 else 4)
+                if word_end > end or not _is_word(data, np.int64(at)) or (target >= 0 and byte != 110 and kind != BOOL):
+                    break
+                if target >= 0:
+                    states[target, text], numbers[target, text] = NULL if byte == 110 else VALUE, byte == 116
+                at = word_end
+            elif byte == 45 or 48 <= byte <= 57:
+                after, digits, places, sign = _number(data, np.int64(at), np.int64(end))
+                if after < 0:
+                    break
+                if target >= 0:
+                    if kind == INT:
+                        number = digits * sign
+                        if places != -1 or number < least[target] or number > most[target]:
+                            break
+                        states[target, text], numbers[target, text] = VALUE, number
+                    elif kind == FLOAT:
+                        if places == -2 or digits >= _EXACT:
+                            states[target, text], starts[target, text] = TEXT, at
+                            lengths[target, text] = after - np.int64(at)
+                        else:
+                            real[0] = sign * np.float64(digits) / powers[max(places, 0)]
+                            states[target, text], numbers[target, text] = VALUE, bits[0]
+                    elif kind == DECIMAL:
+                        missing = scales[target] - max(places, 0)
+                        if places == -2 or missing < 0 or digits > most[target] // tens[missing]:
+                            break
+                        states[target, text], numbers[target, text] = VALUE, sign * digits * tens[missing]
+                    else:
+                        break
+                at = np.uintp(after)
+            else:
+                break
+            place = _AFTER
+        if not good:
+            odd[text] = True
+            for node in range(len(kinds)):
+                states[node, text] = ABSENT
+
+
+@njit(types.void(_Bytes, _Small, _Longs, _Longs, types.int32[::1], _Small), cache=True, nogil=True)
+def copy_strings(data: Any, states: Any, starts: Any, lengths: Any, ends: Any, content: Any) -> None:
+    """The strings at ``starts``, without their escapes. ``lengths``: in UTF-8, 0 for no string; ``ends``: Arrow's offsets."""
+    for index in range(len(starts)):
+        at, place, end = np.uintp(starts[index]), np.uintp(ends[index]), np.uintp(ends[index + 1])
+        if states[index] != ESCAPED:
+            for step in range(end - place):
+                content[place + step] = data[at + step]
+            continue
+        while place < end:
+            byte = data[at]
+            if byte != 92:
+                content[place] = byte
+                at, place = at + _ONE, place + _ONE
+                continue
+            byte = data[at + _ONE]
+            if byte != 117:
+                escape = 8 if byte == 98 else 12 if byte == 102 else 10 if byte == 110 else 13 if byte == 114 else byte
+                content[place] = 9 if byte == 116 else escape
+                at, place = at + np.uintp(2), place + _ONE
+                continue
+            code = _hex(data, np.int64(at) + 2)
+            at += np.uintp(6)
+            if 0xD800 <= code < 0xDC00:
+                code = 0x10000 + ((code - 0xD800) << 10) + _hex(data, np.int64(at) + 2) - 0xDC00
+                at += np.uintp(6)
+            if code < 0x80:
+                content[place] = code
+                place += _ONE
+            elif code < 0x800:
+                content[place], content[place + _ONE] = 0xC0 | code >> 6, 0x80 | code & 63
+                place += np.uintp(2)
+            elif code < 0x10000:
+                content[place], content[place + _ONE] = 0xE0 | code >> 12, 0x80 | code >> 6 & 63
+                content[place + np.uintp(2)] = 0x80 | code & 63
+                place += np.uintp(3)
+            else:
+                content[place], content[place + _ONE] = 0xF0 | code >> 18, 0x80 | code >> 12 & 63
+                content[place + np.uintp(2)], content[place + np.uintp(3)] = 0x80 | code >> 6 & 63, 0x80 | code & 63
+                place += np.uintp(4)
