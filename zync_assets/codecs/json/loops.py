@@ -375,3 +375,72 @@ def copy_strings(data: Any, states: Any, starts: Any, lengths: Any, ends: Any, c
                 content[place], content[place + _ONE] = 0xF0 | code >> 18, 0x80 | code >> 12 & 63
                 content[place + np.uintp(2)], content[place + np.uintp(3)] = 0x80 | code >> 6 & 63, 0x80 | code & 63
                 place += np.uintp(4)
+
+
+@njit(types.int64(_Bytes, types.uintp, types.int64), cache=True, nogil=True, inline="always")
+def _digits(data: Any, at: Any, count: int) -> int:
+    """The number of some decimal digits; negative if they are none."""
+    number = 0
+    for step in range(count):
+        byte = np.int64(data[at + np.uintp(step)])
+        number = number * 10 + byte - 48 if 48 <= byte <= 57 else -(10**9)
+    return number
+
+
+@njit(types.void(_Bytes, types.int32[::1], _Flags, _Longs, _Flags), cache=True, nogil=True)
+def read_times(data: Any, ends: Any, valid: Any, micros: Any, unusual: Any) -> None:
+    """Reads times such as ``2026-01-31T12:00:00.123Z`` as microseconds since 1970. ``ends``: Arrow's offsets.
+
+    A fraction has three or six digits. A zone is ``Z``, an offset such as ``+02:00``, or absent (UTC). ``unusual``: marks the
+    texts of another form, and times that are none.
+    """
+    for index in range(len(micros)):
+        if not valid[index]:
+            continue
+        at, end = np.uintp(ends[index]), np.uintp(ends[index + 1])
+        unusual[index] = True
+        if end - at < 19:
+            continue
+        year, month, day = _digits(data, at, 4), _digits(data, at + np.uintp(5), 2), _digits(data, at + np.uintp(8), 2)
+        hour, minute = _digits(data, at + np.uintp(11), 2), _digits(data, at + np.uintp(14), 2)
+        second = _digits(data, at + np.uintp(17), 2)
+        separators = data[at + np.uintp(4)] == 45 and data[at + np.uintp(7)] == 45 and data[at + np.uintp(10)] == 84
+        if not separators or data[at + np.uintp(13)] != 58 or data[at + np.uintp(16)] != 58:
+            continue
+        # An offset must not lead to another year of Python's.
+        if not (1000 < year < 9999 and 1 <= month <= 12 and 0 <= hour < 24 and 0 <= minute < 60 and 0 <= second < 60):
+            continue
+        leap = 1 if year % 4 == 0 and (year % 100 != 0 or year % 400 == 0) else 0
+        most = 28 + leap if month == 2 else 30 if month == 4 or month == 6 or month == 9 or month == 11 else 31
+        if not 1 <= day <= most:
+            continue
+        at += np.uintp(19)
+        fraction = np.int64(0)
+        if at < end and data[at] == 46:
+            at += _ONE
+            first = at
+            while at < end and 48 <= data[at] <= 57:
+                at += _ONE
+            if at - first == np.uintp(3):
+                fraction = _digits(data, first, 3) * 1000
+            elif at - first == np.uintp(6):
+                fraction = _digits(data, first, 6)
+            else:
+                continue
+        offset = np.int64(0)
+        if end - at == _ONE and data[at] == 90:
+            at += _ONE
+        elif end - at == np.uintp(6) and (data[at] == 43 or data[at] == 45) and data[at + np.uintp(3)] == 58:
+            hours, minutes = _digits(data, at + _ONE, 2), _digits(data, at + np.uintp(4), 2)
+            if not (0 <= hours < 24 and 0 <= minutes < 60):
+                continue
+            offset = (hours * 60 + minutes) * (1 if data[at] == 43 else -1)
+            at = end
+        if at != end:
+            continue
+        # Days since 1970, of a year that begins in March.
+        shifted_year, shifted_month = (year, month - 3) if month > 2 else (year - 1, month + 9)
+        days = shifted_year * 365 + shifted_year // 4 - shifted_year // 100 + shifted_year // 400
+        days += (153 * shifted_month + 2) // 5 + day - 1 - 719468
+        seconds = (days * 24 + hour) * 3600 + (minute - offset) * 60 + second
+        micros[index], unusual[index] = seconds * 1_000_000 + fraction, False

@@ -183,6 +183,37 @@ def test_a_value_that_its_type_can_t_hold_is_an_error(kind: pa.DataType, text: s
     assert errors == {0: f"value.f0: {error}"}
 
 
+@given(
+    st.datetimes(), st.sampled_from(["", "Z", "+00:00", "-05:30", "+14:00"]), st.sampled_from(["auto", "milliseconds"])
+)
+@example(datetime.datetime(2000, 2, 29, 23, 59, 59, 999_999), "Z", "auto")
+@example(datetime.datetime(1900, 3, 1), "-23:59", "auto")
+@example(datetime.datetime(9998, 12, 31, 23, 59, 59), "-14:00", "milliseconds")
+def test_every_time_is_the_same_moment(time: datetime.datetime, zone: str, places: str) -> None:
+    text = time.isoformat(timespec=places) + zone
+    kind = pa.struct([("f0", pa.timestamp("us", "UTC"))])
+    payloads = pa.array([b'{"f0":"%b"}' % text.encode()])
+    (values, errors), (expected, wrong) = columns_reader(kind)(payloads), json_reader(kind)(payloads)
+    assert errors == wrong
+    assert values.equals(expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("2023-02-29T00:00:00Z", "1900-02-29T00:00:00Z", "2024-04-31T00:00:00Z", "2024-13-01T00:00:00Z"),
+        *("2024-01-00T00:00:00Z", "2024-01-01T24:00:00Z", "2024-01-01T00:60:00Z", "2024-01-01T00:00:60Z"),
+        *("2024-01-01T00:00:00+24:00", "2024-01-01T00:00:00ZZ", "2024-01-01T00:00:0aZ", "2024-01-01T00:00:00.12aZ"),
+    ],
+)
+def test_a_time_that_is_none_is_an_error(text: str) -> None:
+    kind = pa.struct([("f0", pa.timestamp("us", "UTC"))])
+    payloads = pa.array([b'{"f0":"2024-01-01T00:00:00Z"}', b'{"f0":"%b"}' % text.encode()])
+    (values, errors), (expected, wrong) = columns_reader(kind)(payloads), json_reader(kind)(payloads)
+    assert errors == wrong and list(errors) == [1]
+    assert values.equals(expected)
+
+
 def test_noughts_after_the_microseconds_lose_nothing() -> None:
     values, errors = columns_reader(pa.struct([("f0", pa.timestamp("us", "UTC"))]))(
         pa.array([b'{"f0":"2024-01-01T01:02:03.123456000Z"}'])
