@@ -177,11 +177,30 @@ _PADDING = ord("=")
 def base64_bytes(array: pa.Array, valid: Mask | None, *, empty_is_odd: bool = False) -> tuple[pa.Array, Mask]:
     """The bytes of base64 texts with padding (RFC 4648, section 4), and which texts are odd: no such base64.
 
-    All at once: four characters become three bytes, wherever their text begins. ``empty_is_odd``: whether a text without
-    characters is odd, too.
+    ``empty_is_odd``: whether a text without characters is odd, too.
     """
+    read = _compiled_base64 if ready() else _base64
+    return read(array, np.ones(len(array), np.bool_) if valid is None else valid, empty_is_odd)
+
+
+def _compiled_base64(array: pa.Array, has_value: Mask, empty_is_odd: bool) -> tuple[pa.Array, Mask]:
+    """As ``base64_bytes``, by a compiled loop."""
+    from zync_assets.codecs import loops
+
     count = len(array)
-    has_value = np.ones(count, np.bool_) if valid is None else valid
+    _, ends, data = array.buffers()
+    text_ends = np.frombuffer(ends, np.int32)[array.offset : array.offset + count + 1]
+    byte_ends, odd = np.zeros(count + 1, np.int32), np.zeros(count, np.bool_)
+    content = np.empty(int(text_ends[-1] - text_ends[0]) // 4 * 3 + 3, np.uint8)
+    letters = np.frombuffer(data or b"", np.uint8)
+    loops.read_base64(letters, text_ends, has_value, _SEXTETS, empty_is_odd, byte_ends, content, odd)
+    buffers = [validity_buffer(has_value & ~odd), pa.py_buffer(byte_ends), pa.py_buffer(content)]
+    return pa.Array.from_buffers(pa.binary(), count, buffers), odd
+
+
+def _base64(array: pa.Array, has_value: Mask, empty_is_odd: bool) -> tuple[pa.Array, Mask]:
+    """As ``base64_bytes``, by numpy: four characters become three bytes, wherever their text begins."""
+    count = len(array)
     lengths = pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     odd = has_value & ((lengths % 4 != 0) | ((lengths == 0) & empty_is_odd))
     lengths[odd] = 0

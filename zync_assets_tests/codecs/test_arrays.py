@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from zync_assets.codecs.arrays import python_rows
+from zync_assets.codecs import arrays
+from zync_assets.codecs.arrays import base64_bytes, python_rows
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.parquet_rows import rows_at
 
@@ -61,3 +65,42 @@ def test_a_raw_record_with_a_time_past_9999_is_read(tmp_path: Path) -> None:
     pq.write_table(pa.table({"kafka": kafka, "value": value}), tmp_path / "one.parquet")
     found = rows_at(str(tmp_path), [DataFile("one.parquet", 1, 1, 0, 7, 7)], 0, [7], ["value"])
     assert found[7]["value"] == {"at": "10000-01-01T00:00:00+00:00"}
+
+
+ENCODED = st.binary(max_size=9).map(lambda raw: base64.b64encode(raw).decode())
+NEARLY_ENCODED = st.text("AZaz09+/=-_ é", max_size=9)
+
+
+def decoded(text: str) -> bytes | None:
+    """The bytes of a base64 text; None for no such text."""
+    try:
+        return base64.b64decode(text, validate=True) if text.isascii() else None
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("enough", [0, 1 << 60], ids=["by compiled loops", "by numpy"])
+@given(
+    texts=st.lists(st.none() | ENCODED | NEARLY_ENCODED, max_size=9),
+    empty_is_odd=st.booleans(),
+    first=st.integers(0, 2),
+)
+def test_base64_is_read_as_python_reads_it(
+    enough: int, texts: list[str | None], empty_is_odd: bool, first: int
+) -> None:
+    whole = pa.array(texts, pa.string())
+    # The buffers of a message can't be written to.
+    message = pa.RecordBatch.from_arrays([whole], ["text"]).serialize()
+    whole = pa.ipc.read_record_batch(pa.py_buffer(message.to_pybytes()), pa.schema([("text", pa.string())]))["text"]
+    array, wanted = whole[first:], [None if text is None else decoded(text) for text in texts[first:]]
+    valid = None if array.null_count == 0 else array.is_valid().to_numpy(zero_copy_only=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arrays, "ENOUGH", enough)
+        values, odd = base64_bytes(array, valid, empty_is_odd=empty_is_odd)
+    values.validate(full=True)
+    is_odd = [
+        text is not None and (value is None or (empty_is_odd and not text))
+        for text, value in zip(texts[first:], wanted, strict=True)
+    ]
+    assert odd.tolist() == is_odd
+    assert values.to_pylist() == [None if wrong else value for value, wrong in zip(wanted, is_odd, strict=True)]

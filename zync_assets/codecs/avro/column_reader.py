@@ -126,7 +126,7 @@ def _loops() -> ModuleType | None:
     """Compiled loops, for a process that has much to read."""
     if not ready():
         return None
-    from zync_assets.codecs.avro import loops
+    from zync_assets.codecs import loops
 
     return loops
 

@@ -255,7 +255,7 @@ def _usual_times(array: pa.Array) -> tuple[pa.Array, pa.Array] | None:
 
 def _compiled_times(array: pa.Array) -> tuple[pa.Array, pa.Array]:
     """As ``_usual_times``, by a compiled loop."""
-    from zync_assets.codecs.json import loops
+    from zync_assets.codecs import loops
 
     count, valid = len(array), array.is_valid().to_numpy(zero_copy_only=False)
     _, ends, data = array.buffers()
