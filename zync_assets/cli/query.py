@@ -94,7 +94,7 @@ def rewrite(sql: str, tables: Sequence[tuple[str, str]]) -> ViewQuery:
     try:
         statements = [item for item in sqlglot.parse(sql, read="spark") if item is not None]
     except SqlglotError as error:
-        raise ZyncError(f"the query does not parse: {_first_line(error)}") from None
+        raise ZyncError(f"the query does not parse: {_first_line(error)} In a query, {_there_are(tables)}") from None
     except RecursionError:
         raise ZyncError("the query does not parse: nested too deep") from None
     except (ValueError, TypeError, AttributeError, LookupError):
@@ -104,8 +104,11 @@ def rewrite(sql: str, tables: Sequence[tuple[str, str]]) -> ViewQuery:
         raise ZyncError("zync query takes one query, such as: select * from Pool.Topic")
     edits: list[tuple[int, int, str]] = []
     views: dict[str, tuple[str, str]] = {}
+    own_names = {item.alias.lower() for item in statements[0].find_all(exp.CTE)}
     for table in statements[0].find_all(exp.Table):
         if not table.db:
+            if isinstance(table.this, exp.Identifier) and table.name.lower() not in own_names:
+                raise ZyncError(f"there is no table {excerpt(_quote(table.name))}; {_there_are(tables)}")
             continue
         place = _find(table.db, table.name, tables)
         view = f"zync_{tables.index(place)}"
@@ -197,8 +200,11 @@ def _find(pool: str, topic: str, tables: Sequence[tuple[str, str]]) -> tuple[str
     alike = [item for item in tables if (item[0].lower(), item[1].lower()) == (pool.lower(), topic.lower())]
     if len(alike) == 1:
         return alike[0]
-    names = ", ".join(f"{item[0]}.{_quote(item[1])}" for item in tables)
-    raise ZyncError(f"there is no table {excerpt(f'{pool}.{_quote(topic)}')}; there are {names}")
+    raise ZyncError(f"there is no table {excerpt(f'{pool}.{_quote(topic)}')}; {_there_are(tables)}")
+
+
+def _there_are(tables: Sequence[tuple[str, str]]) -> str:
+    return "there are " + ", ".join(f"{pool}.{_quote(topic)}" for pool, topic in tables)
 
 
 def _first_line(error: Exception) -> str:

@@ -64,6 +64,27 @@ def test_a_table_that_is_not_there_is_named_with_those_that_are() -> None:
         rewrite("select * from Raw.New", TABLES)
 
 
+@pytest.mark.parametrize(
+    "sql", ["select * from Invoices", "select * from `Raw.Invoices`", "select * from Raw.shop-orders", "selec * from x"]
+)
+def test_a_name_without_a_pool_or_without_quotes_shows_the_names_that_work(sql: str) -> None:
+    with pytest.raises(ZyncError, match=r"there are Raw.Invoices, Raw.`shop.public.orders`"):
+        rewrite(sql, TABLES)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "with A as (select 1 as x) select * from a",
+        "select * from range(5)",
+        "select * from values (1), (2) as t(x)",
+        "select * from (select 1) x",
+    ],
+)
+def test_what_is_no_table_of_a_pool_needs_no_pool(sql: str) -> None:
+    assert rewrite(sql, TABLES).sql == sql
+
+
 @pytest.mark.parametrize("sql", ["drop table Raw.Invoices", "select 1; select 2", "selec", "", "select 'a"])
 def test_what_is_no_query_is_refused(sql: str) -> None:
     with pytest.raises(ZyncError):
