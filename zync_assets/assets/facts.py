@@ -17,16 +17,16 @@ from dagster import AssetCheckEvaluation, AssetCheckSeverity, AssetKey, DagsterE
 
 from zync_assets.assets.names import Names, clusters, on_grid, spans_between
 from zync_assets.audit.guard import pool_blocks, raw_blocks
-from zync_assets.checks import output_checks
+from zync_assets.checks import output_checks, sink_checks
 from zync_assets.checks.sink_checks import sink_subject
 from zync_assets.errors import BrokerUnavailable, LeaderMissing, SetupError, TrustError, ZyncError
 from zync_assets.etl.plan import EtlPlan, plan_etl
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, plan_ingest
 from zync_assets.kafka.topics import survey
-from zync_assets.lake.check_results import Block
+from zync_assets.lake.check_results import Block, CheckResult
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, key_of, keys_over
-from zync_assets.pipeline import Pipeline, pool_path, topic_path
+from zync_assets.pipeline import Pipeline, Sink, SinkTable, pool_path, topic_path
 from zync_assets.publish.plan import PublishPlan, plan_publish, read_output_ends
 from zync_assets.runner import keep_ends
 from zync_assets.sinks.plan import SinkPlan
@@ -64,15 +64,27 @@ def topic_check_on_error(names: Names, instance: DagsterInstance, topic: str) ->
     try:
         yield
     except ZyncError:
-        instance.report_runless_asset_event(_look(names, topic))
+        instance.report_runless_asset_event(topic_evaluation(names, topic))
         raise
 
 
-def _look(names: Names, topic: str) -> AssetCheckEvaluation:
-    pipeline = names.pipeline
-    key, name = names.topic_key(topic), output_checks.STAGING_EQUALS_TOPIC
+def topic_evaluation(names: Names, topic: str, why: str | None = None) -> AssetCheckEvaluation:
+    """The result of an output topic's check now, over all that is not verified. ``why``: a known failure."""
+    look = partial(output_checks.staging_equals_topic, names.pipeline, topic, backlog=True)
+    return _evaluation(names.topic_key(topic), output_checks.STAGING_EQUALS_TOPIC, look, why)
+
+
+def table_evaluation(names: Names, sink: Sink, table: SinkTable, why: str | None = None) -> AssetCheckEvaluation:
+    """The result of the check of a target table's position now. ``why``: a known failure."""
+    look = partial(sink_checks.sink_position, names.pipeline, sink, table)
+    return _evaluation(names.sink_key(sink.name, table.name), sink_checks.SINK_POSITION, look, why)
+
+
+def _evaluation(key: AssetKey, name: str, look: Callable[[], CheckResult], why: str | None) -> AssetCheckEvaluation:
+    if why is not None:
+        return AssetCheckEvaluation(key, name, False, severity=AssetCheckSeverity.ERROR, description=why)
     try:
-        result = output_checks.staging_equals_topic(pipeline, topic, backlog=True)
+        result = look()
     except ZyncError as error:
         return AssetCheckEvaluation(key, name, False, severity=AssetCheckSeverity.WARN, description=str(error))
     severity = AssetCheckSeverity.ERROR if result.severity == "error" else AssetCheckSeverity.WARN

@@ -3,9 +3,9 @@
 The sensor reads active runs, failed runs and failed checks only if a step is due, so that an idle tick costs nothing.
 
 A problem has the time when it began and the time when it came last. A tick that fails can ask for no run, and so the ticks
-take turns. While a problem lasts, a tick with nothing else to do fails with the problems, and so does each tick in the first
-seconds of a minute. The other ticks keep the other topics going. A failed tick keeps the old cursor, so that the next tick
-reports and asks for what the failed tick left undone.
+take turns. While a problem lasts, the ticks in the first seconds of each minute fail with the problems. The other ticks keep
+the other topics going, and have the problems among their reasons. Dagster keeps each failed tick with a stack trace. A failed
+tick keeps the old cursor, so that the next tick reports and asks for what the failed tick left undone.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from dagster import (
@@ -32,10 +32,11 @@ from dagster import (
 
 from zync_assets.assets import names
 from zync_assets.assets.checks import LAKE_MARK
-from zync_assets.assets.facts import BROKER, DueStep, Facts, RawEnds
+from zync_assets.assets.facts import BROKER, DueStep, Facts, RawEnds, table_evaluation, topic_evaluation
 from zync_assets.assets.names import Names
 from zync_assets.checks.output_checks import REACHABLE
 from zync_assets.checks.raw_checks import BLOCKING
+from zync_assets.checks.sink_checks import sink_subject
 from zync_assets.lake import raw
 from zync_assets.lake.check_results import remedy
 from zync_assets.lake.snapshot import Snapshot
@@ -46,9 +47,10 @@ LASTS_SECONDS = 20.0
 """Seconds after which a problem counts as lasting. A broker restarts in less time."""
 PERIOD_SECONDS = 60.0
 RED_SECONDS = 10.0
-"""During a lasting problem, the ticks in the first seconds of each period are red, even if steps are due."""
+"""During a lasting problem, the ticks in the first seconds of each period are red."""
 PROBLEMS = "problems"
 REACHABILITY = "reachable"
+FAILING = "failing"
 """Keys of the cursor. An asset's path has a slash."""
 
 
@@ -64,12 +66,13 @@ class Troubles:
     def lasting_places(self) -> list[str]:
         return [place for place in self.texts if self.now - self.since[place] >= LASTS_SECONDS]
 
-    def red(self, *, idle: bool) -> bool:
-        """Whether this tick shows the problems. ``idle``: no step is due in this tick."""
+    @property
+    def red(self) -> bool:
+        """Whether this tick shows the problems."""
         if not self.lasting_places:
             return False
         age = self.now - min(self.since[place] for place in self.lasting_places)
-        return idle or age % PERIOD_SECONDS < RED_SECONDS
+        return (age - LASTS_SECONDS) % PERIOD_SECONDS < RED_SECONDS
 
     @property
     def lines(self) -> list[str]:
@@ -83,11 +86,12 @@ def troubles(texts: Mapping[str, str], cursor: Mapping[str, Any], now: float) ->
 
 
 def reachability(
-    names: Names, facts: Facts, current: Troubles, cursor: Mapping[str, Any]
+    names: Names, facts: Facts, current: Troubles, cursor: Mapping[str, Any], moved: Collection[AssetKey]
 ) -> tuple[list[AssetCheckEvaluation], dict[str, bool]]:
     """The results of check ``reachable`` that differ from the last ones, and each input topic's result for the cursor.
 
-    A topic is out of reach once its problem lasts.
+    A topic is out of reach once its problem lasts. ``moved``: the assets that this tick materializes. Dagster's graph does not
+    count a result before the last materialization as passed.
     """
     results: dict[str, bool] = dict(cursor.get(REACHABILITY, {}))
     events: list[AssetCheckEvaluation] = []
@@ -96,13 +100,14 @@ def reachability(
         places = {BROKER, topic_path(item.topic), pool_path(item.pool, item.topic)}
         if why is not None and not places & set(current.lasting_places):
             continue
-        if results.get(item.topic) is not (why is None):
+        key = names.topic_key(item.topic)
+        if results.get(item.topic) is not (why is None) or key in moved:
             results[item.topic] = why is None
-            events.append(_evaluation(names.topic_key(item.topic), why))
+            events.append(_reachable(key, why))
     return events, results
 
 
-def _evaluation(asset: AssetKey, why: str | None) -> AssetCheckEvaluation:
+def _reachable(asset: AssetKey, why: str | None) -> AssetCheckEvaluation:
     return AssetCheckEvaluation(
         asset_key=asset,
         check_name=REACHABLE,
@@ -110,6 +115,32 @@ def _evaluation(asset: AssetKey, why: str | None) -> AssetCheckEvaluation:
         severity=AssetCheckSeverity.ERROR,
         description=why or "The broker answers for every partition.",
     )
+
+
+def far_ends(
+    names: Names, facts: Facts, current: Troubles, cursor: Mapping[str, Any]
+) -> tuple[list[AssetCheckEvaluation], list[str]]:
+    """Results of the checks of output topics and target tables, and the assets whose problem is reported, for the cursor.
+
+    Runs leave out a topic or a table with a problem, and so no run reports the problem. A problem that lasts fails the check.
+    After the problem, the check looks again.
+    """
+    pipeline, reported = names.pipeline, list[str](cursor.get(FAILING, []))
+    if BROKER in facts.problems:
+        return [], reported
+    looks = {topic_path(item.topic): partial(topic_evaluation, names, item.topic) for item in pipeline.outputs}
+    for sink in pipeline.sinks:
+        looks |= {sink_subject(sink, table): partial(table_evaluation, names, sink, table) for table in sink.tables}
+    events: list[AssetCheckEvaluation] = []
+    failing: list[str] = []
+    for place, look in looks.items():
+        why = facts.problems.get(place)
+        if why is None:
+            events += [look()] if place in reported else []
+        elif place in reported or place in current.lasting_places:
+            failing.append(place)
+            events += [look(why)] if place not in reported else []
+    return events, failing
 
 
 UNDER_WAY = [

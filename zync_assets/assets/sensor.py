@@ -53,7 +53,7 @@ from zync_assets.assets.facts import (
 )
 from zync_assets.assets.names import AWAITS_TAG, KAFKA, PIPELINE_TAG, REST, STEP_TAG, Names, keys_of, range_of
 from zync_assets.assets.reports import Extent, last_offset, raw_extents, staging_extents, staging_schema, topic_extents
-from zync_assets.assets.runs import PROBLEMS, REACHABILITY, reachability, troubles
+from zync_assets.assets.runs import FAILING, PROBLEMS, REACHABILITY, far_ends, reachability, troubles
 from zync_assets.checks.raw_checks import BLOCKING
 from zync_assets.errors import ZyncError
 from zync_assets.offsets import OffsetRange, format_key, keys_over
@@ -337,10 +337,12 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
     if idle and not old_state.get(FIRST_CHECKS) and not active.count(pipeline.name):
         requests, new_state[FIRST_CHECKS] = _first_checks(names, facts, instance)
     current_troubles = troubles(texts, old_state, now)
-    results, new_state[REACHABILITY] = reachability(names, facts, current_troubles, old_state)
-    events += results
+    moved = {event.asset_key for event in events if isinstance(event, AssetMaterialization)}
+    results, new_state[REACHABILITY] = reachability(names, facts, current_troubles, old_state, moved)
+    failures, new_state[FAILING] = far_ends(names, facts, current_troubles, old_state)
+    events += [*results, *failures]
     new_state[PROBLEMS] = current_troubles.since
-    if current_troubles.red(idle=not (requests or events or changes)):
+    if current_troubles.red:
         raise TickFailure("\n".join([f"Pipeline {pipeline.name} has problems that last:", *current_troubles.lines]))
     return SensorResult(
         run_requests=requests,

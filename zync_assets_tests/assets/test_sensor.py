@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from confluent_kafka.admin import AdminClient, NewPartitions
 from dagster import (
     AddDynamicPartitionsRequest,
@@ -33,6 +34,7 @@ from zync_assets.assets import facts, runs, sensor
 from zync_assets.assets.build import build_definitions
 from zync_assets.assets.facts import TickFailure
 from zync_assets.assets.names import AWAITS_TAG, PIPELINE_TAG, Names
+from zync_assets.cli.main import main
 from zync_assets.ingest import commit
 from zync_assets.ingest import plan as ingest_plan
 from zync_assets.kafka.topics import PartitionState, create_topic, delete_topic, topic_states
@@ -149,11 +151,12 @@ def test_lag_is_reported_when_it_changed_and_no_materialization_keeps_it(rig: Ri
     settled(rig, ticks)
     rig.send(rig.orders, orders(1, 2, 3))
     events = [event for event in ticks().asset_events if event.asset_key == rig.names.topic_key(rig.orders)]
-    grown, behind = events
+    grown, behind, answers = events
     assert isinstance(grown, AssetMaterialization)
     assert (grown.metadata["last_offset"].value, "lag" in grown.metadata) == (2, False)
     assert isinstance(behind, AssetObservation)
     assert behind.metadata["lag"].value == 3
+    assert isinstance(answers, AssetCheckEvaluation)
     rig.ingest(rig.orders)
     (caught_up,) = [event for event in ticks().asset_events if event.asset_key == rig.names.topic_key(rig.orders)]
     assert isinstance(caught_up, AssetObservation)
@@ -359,17 +362,85 @@ def test_a_broker_that_stays_away_turns_the_tick_red_and_the_topics_out_of_reach
     lasting = sensor.evaluate(Names(nowhere), rig.instance, away.cursor, 1035.0)
     assert reached(lasting) == {f"kafka/{item.topic}": False for item in rig.pipeline.inputs}
     with pytest.raises(TickFailure, match=r"broker: No broker.*127\.0\.0\.1:1"):
-        sensor.evaluate(Names(nowhere), rig.instance, lasting.cursor, 1040.0)
+        sensor.evaluate(Names(nowhere), rig.instance, lasting.cursor, 1085.0)
     back = sensor.evaluate(rig.names, rig.instance, lasting.cursor, 1045.0)
     assert reached(back) == {f"kafka/{item.topic}": True for item in rig.pipeline.inputs}
 
 
 def reached(result: SensorResult) -> dict[str, bool]:
+    return passes(result, "reachable")
+
+
+def passes(result: SensorResult, check: str) -> dict[str, bool]:
     return {
         event.asset_key.to_user_string(): event.passed
         for event in result.asset_events
-        if isinstance(event, AssetCheckEvaluation) and event.check_name == "reachable"
+        if isinstance(event, AssetCheckEvaluation) and event.check_name == check
     }
+
+
+def test_a_problem_that_stays_is_red_in_a_few_of_many_ticks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "BROKER_SECONDS", 1.0)
+    names = Names(replace(rig.pipeline, kafka={"bootstrap.servers": "127.0.0.1:1"}))
+    cursor = sensor.evaluate(names, rig.instance, None, 1000.0).cursor
+    reds: list[int] = []
+    for second in range(5, 100, 5):
+        try:
+            tick = sensor.evaluate(names, rig.instance, cursor, 1000.0 + second)
+        except TickFailure:
+            reds.append(second)
+        else:
+            assert tick.skip_reason is not None
+            assert "No broker" in (tick.skip_reason.skip_message or "")
+    assert reds == [20, 25, 80, 85]
+
+
+def test_a_new_range_of_a_source_topic_keeps_its_check_up_to_date(rig: Rig, ticks: Ticks) -> None:
+    ticks()
+    rig.send(rig.orders, orders(1))
+    assert reached(ticks()) == {f"kafka/{rig.orders}": True}
+
+
+SINK = """
+sinks:
+  - {name: warehouse, type: sqlite, url: ./warehouse.db, from: [Raw.$prefix.notes], mode: insert}
+"""
+
+
+def test_an_output_topic_and_a_table_that_no_run_can_write_fail_their_checks_until_they_are_cured(
+    services: Services, tmp_path: Path, unique: str
+) -> None:
+    with make_rig(services, tmp_path, unique, more=SINK) as rig:
+        rig.send(rig.orders, orders(1))
+        rig.send(rig.payments, payments(1))
+        run_steps(rig.pipeline)
+        rig.send(rig.sales, [{"id": 0, "by": "another program"}])
+        (tmp_path / "warehouse.db").mkdir()
+        topic, table = [f"kafka/{rig.sales}"], ["warehouse/notes"]
+
+        def tick(cursor: str | None, second: int) -> SensorResult:
+            return sensor.evaluate(rig.names, rig.instance, cursor, 1000.0 + second)
+
+        first = tick(None, 0)
+        assert not passes(first, "staging_equals_topic") | passes(first, "sink_position")
+        lasting = tick(first.cursor, 35)
+        assert passes(lasting, "staging_equals_topic") == dict.fromkeys(topic, False)
+        assert passes(lasting, "sink_position") == dict.fromkeys(table, False)
+        (text,) = [
+            event.description
+            for event in lasting.asset_events
+            if isinstance(event, AssetCheckEvaluation) and event.check_name == "staging_equals_topic"
+        ]
+        assert f"--recreate {rig.sales}" in (text or "")
+        later = tick(lasting.cursor, 40)
+        assert not passes(later, "staging_equals_topic") | passes(later, "sink_position")
+
+        recreate = ["to-kafka", str(rig.pipeline.path), "--recreate", rig.sales]
+        assert CliRunner().invoke(main, recreate).exit_code == 0
+        (tmp_path / "warehouse.db").rmdir()
+        cured = tick(later.cursor, 45)
+        assert passes(cured, "staging_equals_topic") == dict.fromkeys(topic, True)
+        assert passes(cured, "sink_position") == dict.fromkeys(table, True)
 
 
 def test_a_missing_raw_file_lets_the_other_topics_go_on_and_turns_ticks_red(rig: Rig, ticks: Ticks) -> None:
