@@ -161,7 +161,7 @@ def build_definitions(
     resources: Mapping[str, object] = NOTHING,
     sensor_running: bool = False,
     key_prefix: str | Sequence[str] = (),
-    owners: Sequence[str] | None = None,
+    owners: Sequence[str] = (),
     groups: str | Mapping[str, str] = NOTHING,
     tags: Mapping[str, str] = NOTHING,
 ) -> Definitions:
@@ -176,7 +176,7 @@ def build_definitions(
     ``resources``: ``spark``, ``kafka_io`` and ``pool_io`` take the place of the pipeline's own; others are added.
     ``sensor_running``: whether the sensor is on from the start.
     ``key_prefix``: the first parts of every asset key, as a sequence or with slashes.
-    ``owners``: of every asset, such as ``team:sales``; by default the team of the pipeline's name.
+    ``owners``: of every asset, such as ``team:sales``.
     ``groups``: one group for all assets, or a mapping from the groups ``source_topics``, ``output_topics`` and the
     pools' names to other groups.
     ``tags``: of every asset, beside ``zync/pipeline``.
@@ -214,7 +214,7 @@ def build_definitions(
     pipeline = pipeline if isinstance(pipeline, Pipeline) else load_pipeline(pipeline)
     names = Names(with_connections(pipeline, kafka, registry), tuple(_parts(key_prefix)))
     labels = AssetLabels(
-        tuple([f"team:{pipeline.name}"] if owners is None else owners),
+        tuple(owners),
         {**tags, PIPELINE_TAG: pipeline.name},
         _groups(pipeline, groups),
     )
@@ -263,7 +263,7 @@ _FORMS: Mapping[str, tuple[Callable[[object], bool], str]] = {
     "resources": (lambda value: isinstance(value, Mapping), "a mapping of names to resources"),
     "sensor_running": (lambda value: isinstance(value, bool), "True or False"),
     "key_prefix": (lambda value: isinstance(value, str) or _are_texts(value), "text, or a list of texts"),
-    "owners": (lambda value: value is None or _are_texts(value), 'a list of texts, such as ["team:sales"]'),
+    "owners": (_are_texts, 'a list of texts, such as ["team:sales"]'),
     "groups": (lambda value: isinstance(value, str | Mapping), "text, or a mapping of groups"),
     "tags": (lambda value: isinstance(value, Mapping), "a mapping of texts"),
 }

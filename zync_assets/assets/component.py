@@ -66,9 +66,7 @@ class ZyncPipelineComponent(Component, Model, Resolvable):
     key_prefix: str | Sequence[str] = Field(
         default=(), description="The first parts of every asset key: a list, or a string with slashes."
     )
-    owners: Sequence[str] | None = Field(
-        default=None, description="The owners of every asset; by default the team of the pipeline's name."
-    )
+    owners: Sequence[str] = Field(default=(), description="The owners of every asset, such as team:sales.")
     groups: str | Mapping[str, str] = Field(
         default={},
         description="One group for all assets, or a mapping from source_topics, output_topics and pools to groups.",

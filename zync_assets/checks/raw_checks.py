@@ -241,12 +241,13 @@ def quarantine_size(
     inside = [item for item in records if touches(OffsetRange(item.partition, item.offset, item.offset + 1), parts)]
     codec_failures = [item for item in inside if item.stage != "etl"]
     rule_failures = [item for item in inside if item.stage == "etl"]
+    cure = f"Correct the cause, then: {pipeline.command('quarantine replay')}"
     problems: list[str] = []
     for failures, fault in ((codec_failures, "could not be decoded"), (rule_failures, "could not be transformed")):
         if failures:
             first = failures[0]
             place_of_first = f"{first.partition}:{first.offset}: {first.error}"
-            problems.append(f"{len(failures)} of the records {fault}, the first at {place_of_first}")
+            problems.append(f"{count_text(len(failures), 'record')} {fault}, the first at {place_of_first}. {cure}")
     if side.lost:
         problems.append(f"retention removed {', '.join(map(str, side.lost))} before they were ingested")
     numbers = {

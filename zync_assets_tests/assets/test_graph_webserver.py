@@ -70,7 +70,7 @@ def test_the_graph_says_what_things_are_for(server: Webserver) -> None:
     }
     assert not nodes["kafka/web.shop.orders"]["isExecutable"]
     assert nodes["Raw/web.shop.orders"]["kinds"] == ["deltalake", "spark"]
-    assert nodes["Raw/web.shop.orders"]["owners"] == [{"team": "web.shop"}]
+    assert nodes["Raw/web.shop.orders"]["owners"] == []
     assert "web.shop.orders with web.shop.payments" in nodes["Staging/web.shop.sales"]["description"]
     above = {"/".join(key["path"]) for key in nodes["Staging/web.shop.sales"]["dependencyKeys"]}
     assert above == {"Raw/web.shop.orders", "Raw/web.shop.payments"}
