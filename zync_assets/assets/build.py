@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -271,7 +272,11 @@ _FORMS: Mapping[str, tuple[Callable[[object], bool], str]] = {
 
 
 def _parts(key_prefix: str | Sequence[str]) -> Sequence[str]:
-    return [part for part in key_prefix.split("/") if part] if isinstance(key_prefix, str) else key_prefix
+    parts = [part for part in key_prefix.split("/") if part] if isinstance(key_prefix, str) else key_prefix
+    for part in parts:
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", part):
+            raise SetupError(f"key_prefix: {part!r} must consist of letters, digits, `.`, `_` and `-`.")
+    return parts
 
 
 def _groups(pipeline: Pipeline, groups: str | Mapping[str, str]) -> Mapping[str, str]:

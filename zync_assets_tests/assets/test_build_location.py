@@ -298,3 +298,11 @@ def test_an_argument_of_another_type_is_named_with_its_form(
     arguments: dict[str, Any] = {name: value}
     with pytest.raises(SetupError, match=rf"^build_definitions: {name} must be {form}\.$"):
         build_definitions(pipeline(tmp_path, "a", topic), **arguments)
+
+
+@pytest.mark.parametrize("prefix", ["north sea", ["eu", "a/b"], "été"])
+def test_a_prefix_that_dagster_has_no_name_for_is_refused_with_the_letters_that_it_may_have(
+    tmp_path: Path, topic: str, prefix: str | list[str]
+) -> None:
+    with pytest.raises(SetupError, match=r"^key_prefix: '.*' must consist of letters, digits"):
+        build_definitions(pipeline(tmp_path, "a", topic), key_prefix=prefix)
