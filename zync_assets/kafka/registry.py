@@ -139,6 +139,7 @@ DEFAULTS: Mapping[str, float | int] = {
     "retries.max.wait.ms": 4000,
 }
 
+FILES = frozenset({"ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.key.password"})
 _NUMBERS = frozenset({*DEFAULTS, "cache.capacity", "cache.latest.ttl.sec"})
 
 NOT_FOUND = frozenset({40401, 40402, 40403})
@@ -187,6 +188,19 @@ def connect(config: RegistryConfig) -> SchemaRegistryClient:
     session.follow_redirects = True
     session.event_hooks = {"response": [_keep_method]}
     return client
+
+
+def unknown_properties(config: RegistryConfig) -> list[str]:
+    """The properties that Confluent's client does not know. Other faults show when it asks."""
+    try:
+        # Without the files of certificates, which the client reads first.
+        connect(
+            RegistryConfig(config.url, {name: text for name, text in config.properties.items() if name not in FILES})
+        )
+    except (ValueError, TypeError) as error:
+        _, mark, names = str(error).partition("Unrecognized properties: ")
+        return names.split(", ") if mark else []
+    return []
 
 
 def _keep_method(response: Any) -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zync_assets.pipeline import SHARED
+from zync_assets.pipeline import SHARED, RegistryConfig
 from zync_assets.pipeline_file.fields import Fields, suggestion, word_list
 from zync_assets.pipeline_file.source import UNSET
 from zync_assets.spark.sql import contradictions
@@ -232,6 +232,14 @@ _PROPERTIES = (
     ),
 )
 """The usual properties. An error suggests one for a similar name."""
+_JAVA = {
+    "sasl.jaas.config": "sasl.username and sasl.password",
+    "ssl.truststore.location": "ssl.ca.location, a PEM file",
+    "ssl.truststore.password": "ssl.ca.location, a PEM file without a password",
+    "ssl.truststore.type": "ssl.ca.location, a PEM file",
+    "sasl.login.callback.handler.class": "sasl.oauthbearer.method or oauth_cb",
+}
+"""Properties of Kafka's clients in Java → what librdkafka has in their place."""
 _PYTHONS = ("oauth_cb", "sasl.oauthbearer.metadata.authentication.type")
 """Properties that the client reads, with an error of its own, before librdkafka."""
 _PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
@@ -243,6 +251,46 @@ _MASTER = re.compile(
 )
 _WRONG_MASTER = "must be local, local[N], local[*], spark://host:port, yarn or k8s://https://host:port"
 _FUNCTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*")
+
+
+SINK_HINTS = {
+    "connector.class": "write type:",
+    "connection.url": "write url:",
+    "topics": "write from:",
+    "table.name.format": "write table:, with {topic} for the topic's name",
+    "collection.name.format": "write table:, with {topic} for the topic's name",
+    "insert.mode": "write mode:",
+    "pk.fields": "write key:",
+    "primary.key.fields": "write key:",
+    "auto.create": "write create:",
+    "auto.evolve": "write evolve: add",
+    "schema.evolution": "write evolve: add",
+    "delete.enabled": "write delete:",
+    "fields.whitelist": "write columns: {include: [...]}",
+    "field.include.list": "write columns: {include: [...]}",
+    "errors.tolerance": "write on-bad-record:",
+    **dict.fromkeys(("pk.mode", "primary.key.mode"), "demo/sinks.md has what to write, beside Kafka Connect's modes"),
+    **dict.fromkeys(
+        ("user", "username", "password", "host", "port", "database", "connection.username", "connection.password"),
+        "it is a part of `url`, and a secret of it comes from the environment",
+    ),
+}
+INPUT_HINTS = {
+    "key.converter": "write key-format:",
+    "value.converter": "write value-format:",
+    "auto.offset.reset": "write from:",
+    "startingOffsets": "write from:",
+    "group.id": "write consumer-group, beside `inputs`",
+}
+FILE_HINTS = {
+    "input": "write inputs:",
+    "sources": "write inputs:",
+    "rules": "write transforms:",
+    "models": "write transforms:",
+    "targets": "write sinks:",
+    "connector.class": "Kafka Connect's connectors are `sinks` here, and `zync help sinks` describes them",
+}
+"""What to write in place of keys that other tools have: Kafka Connect, Debezium, Spark, dbt."""
 
 
 def read_kafka(fields: Fields) -> dict[str, str]:
@@ -273,12 +321,38 @@ def kafka_faults(properties: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     from zync_assets.kafka.librdkafka import refused_properties
 
     for key, is_known in refused_properties(checked_properties).items():
-        if not is_known:
+        if key in _JAVA:
+            yield key, f"is a property of Kafka's clients in Java; write {_JAVA[key]}"
+        elif not is_known:
             yield key, f"is no property of librdkafka{suggestion(key, _PROPERTIES) or f'; see {_LIST}'}"
         elif key == "security.protocol":
             yield key, f"must be one of {word_list(_PROTOCOLS)}"
         else:
             yield key, f"has a value that librdkafka does not take; see {_LIST}"
+
+
+REGISTRY_NAMES = (
+    *(
+        "url",
+        "basic.auth.user.info",
+        "ssl.ca.location",
+        "ssl.certificate.location",
+        "ssl.key.location",
+        "ssl.key.password",
+    ),
+    *("timeout", "max.retries", "retries.wait.ms", "retries.max.wait.ms", "proxy"),
+)
+"""The usual properties. An error suggests one for a similar name."""
+
+
+def registry_faults(properties: Mapping[str, str]) -> list[str]:
+    """The properties that the registry's client does not know."""
+    if properties.keys() <= set(REGISTRY_NAMES):
+        return []
+    # Here alone: few files name more.
+    from zync_assets.kafka.registry import unknown_properties
+
+    return unknown_properties(RegistryConfig("http://localhost", properties))
 
 
 def read_spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:

@@ -35,7 +35,15 @@ from zync_assets.pipeline import (
 )
 from zync_assets.pipeline_file.fields import Fields, http_fault, kind, one_slash, suggestion, tables, word_list
 from zync_assets.pipeline_file.grammar import FILE
-from zync_assets.pipeline_file.key import KAFKA_NAMES, known_names, read_kafka, read_spark
+from zync_assets.pipeline_file.key import (
+    FILE_HINTS,
+    KAFKA_NAMES,
+    REGISTRY_NAMES,
+    known_names,
+    read_kafka,
+    read_spark,
+    registry_faults,
+)
 from zync_assets.pipeline_file.outs import with_patterns
 from zync_assets.pipeline_file.rules import read_rules
 from zync_assets.pipeline_file.sinks import read_sinks
@@ -210,7 +218,6 @@ DEFAULT_REGISTRY = "http://localhost:8081"
 DEFAULT_SETTLE_SECONDS = 45.0
 DEFAULT_ORDER_DELAY = 1.0
 
-_HINTS = {"input": "write inputs:", "rules": "write transforms:"}
 _ALONE = ". Only a file of inputs alone, which ingests, or of outputs alone, which publishes, needs no rules"
 _TYPES = "type: denorm, type: group, type: stateless or type: view"
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -233,7 +240,7 @@ def load_pipeline(path: str | os.PathLike[str], env: Mapping[str, str] | None = 
     path, env = Path(path), os.environ if env is None else env
     node, problems = read(path, env)
     if isinstance(node, YamlTable):
-        file_fields = Fields(node, "", problems, known_names(FILE), _HINTS)
+        file_fields = Fields(node, "", problems, known_names(FILE), FILE_HINTS)
         file = with_patterns(YamlTable(node.line, tuple(file_fields.entries.values())))
         pipeline = _pipeline(Fields(file, "", problems, None), path, env)
         if not problems:
@@ -331,12 +338,11 @@ def _registry(fields: Fields, env: Mapping[str, str], has_avro: bool) -> Registr
         return RegistryConfig(DEFAULT_REGISTRY) if has_avro else None
     registry = Fields(table, "registry", fields.problems, None)
     properties = registry.flat()
-    for key in properties if "url" not in registry else ():
-        if hint := suggestion(key, ("url",)):
-            registry.problem(key, f"is no property of the registry's client{hint}")
     url = properties.pop("url", DEFAULT_REGISTRY)
     if fault := http_fault(url):
         registry.problem("url", fault)
+    for key in registry_faults(properties):
+        registry.problem(key, f"is no property of Confluent's client for Python{suggestion(key, REGISTRY_NAMES)}")
     return RegistryConfig(url, properties)
 
 

@@ -24,7 +24,7 @@ from zync_assets.pipeline_file.fields import (
     tables,
     word_list,
 )
-from zync_assets.pipeline_file.key import Key, known_names
+from zync_assets.pipeline_file.key import SINK_HINTS, Key, known_names
 from zync_assets.pipeline_file.source import Items, Scalar, YamlTable
 
 FILES = "files"
@@ -216,7 +216,7 @@ def read_sinks(
     is_whole = all(item is not None for item in (*inputs.values(), *outputs.values()))
     sinks: dict[str, Sink] = {}
     for place, table in tables(node, "sinks", fields.problems):
-        item = Fields(table, place, fields.problems, known_names(SINK))
+        item = Fields(table, place, fields.problems, known_names(SINK), SINK_HINTS)
         sink = _sink(item, sources, path, is_whole=is_whole)
         if sink.name and sink.name in sinks:
             item.problem("name", f"`{sink.name}` is the name of another sink; give each sink a name of its own")

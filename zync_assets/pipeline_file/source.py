@@ -134,7 +134,8 @@ def parse(text: str, env: Mapping[str, str]) -> tuple[Node | None, list[Problem]
         line = mark.line + 1 if mark is not None else composer.line
         at = f", column {mark.column + 1}" if mark is not None else ""
         # Only the parser's own words: its snippet of the file could hold a secret.
-        message = f"is no YAML{at}: {error.problem or error.context}{_hint(composer.lines, line)}"
+        fault = str(error.problem or error.context)
+        message = f"is no YAML{at}: {fault}{_hint(composer.lines, line, fault)}"
         return None, [*composer.problems, Problem(line, "", message)]
     except ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
@@ -147,8 +148,10 @@ def parse(text: str, env: Mapping[str, str]) -> tuple[Node | None, list[Problem]
         return None, [*composer.problems, Problem(composer.line, "", "is no YAML from here on")]
 
 
-def _hint(lines: Sequence[str], line: int) -> str:
-    """What may be wrong about a line that is no YAML, or about the line before."""
+def _hint(lines: Sequence[str], line: int, fault: str) -> str:
+    """What may be wrong about a line that is no YAML, or about the line before. ``fault``: the parser's words."""
+    if line <= len(lines) and re.match(r" *\t", lines[line - 1]):
+        return "; indent with spaces, not with tabs"
     for text in reversed(lines[max(0, line - 2) : line]):
         if wide := re.search(f"[{''.join(_PLAIN)}]", text):
             return f"; the line has the character {wide[0]}, write {_PLAIN[wide[0]]}"
@@ -156,7 +159,7 @@ def _hint(lines: Sequence[str], line: int) -> str:
             return '; in braces or brackets, put ${NAME} in quotes: "${NAME}"'
         if re.search(r"[{\[][^'\"#]*\([^()]*,", text):
             return "; in braces or brackets, put an expression that has a comma in quotes"
-    return ""
+    return "; the items of a list, and the keys of a mapping, begin in one column" if "<block end>" in fault else ""
 
 
 def _read_text(path: Path) -> tuple[str, Problem | None]:
@@ -284,7 +287,10 @@ class _Composer:
                 return value or match["default"]
             if value is None:
                 name = match["name"]
-                message = f"the environment has no {name}; set it, or write ${{{name}:-default}}"
+                cure = f"set it, or write ${{{name}:-default}}"
+                # Kafka Connect has a dollar sign there.
+                cure = "the name of a sink's topic is {topic}" if name == "topic" else cure
+                message = f"the environment has no {name}; {cure}"
                 self._problem(line, path, message, explains=(path,))
                 return UNSET
             return value

@@ -33,7 +33,7 @@ from zync_assets.pipeline import (
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression, field_path
 from zync_assets.pipeline_file.fields import UNNAMED, Fields, kind, suggestion, tables
 from zync_assets.pipeline_file.grammar import CREATE, FORMATS, INPUT, ORDER, OUTPUT
-from zync_assets.pipeline_file.key import input_shape, known_names
+from zync_assets.pipeline_file.key import INPUT_HINTS, input_shape, known_names
 from zync_assets.pipeline_file.source import Items, Node, Scalar, YamlTable
 
 Check: TypeAlias = Callable[[str], Iterable[str]]
@@ -161,7 +161,7 @@ def read_inputs(fields: Fields) -> tuple[dict[str, Input | None], dict[str, tupl
     lines: dict[str, tuple[str | None, int]] = {}
     pools: dict[str, str] = {}
     for path, table in mappings:
-        item = Fields(table, path, fields.problems, known_names(INPUT))
+        item = Fields(table, path, fields.problems, known_names(INPUT), INPUT_HINTS)
         problem_count = len(fields.problems)
         topic, pool = _topic(item, is_output=False), _pool(item)
         key, value = _sides(item, is_output=False)

@@ -552,6 +552,44 @@ def test_an_error_names_line_key_and_cure(
     assert [item.line for item in fitting] == [line], found
 
 
+_SINK = "inputs:", "sinks: [{name: w, type: sqlite, url: t.db, from: [Raw.A], %s: %s}]\ninputs:"
+OF_OTHER_TOOLS = [
+    (
+        "inputs:",
+        "kafka: {sasl.jaas.config: x}\ninputs:",
+        1,
+        "kafka.sasl.jaas.config",
+        "write sasl.username and sasl.pass",
+    ),
+    ("inputs:", "kafka: {ssl.truststore.location: x}\ninputs:", 1, "kafka.ssl.truststore.location", "ssl.ca.location"),
+    ("inputs:", "registry: {user: x}\ninputs:", 1, "registry.user", "is no property of Confluent's client"),
+    ("inputs:", "registry: {timout: 5}\ninputs:", 1, "registry.timout", "did you mean `timeout`?"),
+    ("inputs:", "sources:", 1, "sources", "write inputs:"),
+    ("transforms:", "models:", 6, "models", "write transforms:"),
+    ("A, pool: Raw", "A, value.converter: avro, pool: Raw", 2, "inputs[0].value.converter", "write value-format:"),
+    (_SINK[0], _SINK[1] % ("insert.mode", "upsert"), 1, "sinks[0].insert.mode", "write mode:"),
+    (_SINK[0], _SINK[1] % ("pk.fields", "[id]"), 1, "sinks[0].pk.fields", "write key:"),
+    (_SINK[0], _SINK[1] % ("fields.whitelist", "[id]"), 1, "sinks[0].fields.whitelist", "write columns: {include"),
+    (_SINK[0], _SINK[1] % ("table", "'${topic}'"), 1, "sinks[0].table", "topic is {topic}"),
+    (_SINK[0], _SINK[1] % ("password", "secret"), 1, "sinks[0].password", "is a part of `url`"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "line", "key", "message"), OF_OTHER_TOOLS, ids=[e[3] for e in OF_OTHER_TOOLS])
+def test_a_key_of_another_tool_is_one_problem_with_the_key_to_write(
+    tmp_path: Path, old: str, new: str, line: int, key: str, message: str
+) -> None:
+    (found,) = problems(tmp_path, GOOD.replace(old, new, 1))
+    assert (found.line, found.key) == (line, key)
+    assert message in found.message
+
+
+def test_the_properties_of_a_registry_s_client_are_known(tmp_path: Path) -> None:
+    login = "bearer.auth.credentials.source: STATIC_TOKEN, bearer.auth.token: x, bearer.auth.logical.cluster: y"
+    properties = f"cache.capacity: 5, ssl.ca.location: /nowhere.pem, {login}"
+    assert read(tmp_path, f"registry: {{url: 'http://r', {properties}}}\n{GOOD}").registry is not None
+
+
 # (what is replaced in GOOD, by what, the key of the one problem)
 CAUSES = [
     ("{topic: A, pool", "{pool", "inputs[0].topic"),
@@ -629,7 +667,8 @@ def test_outputs_with_a_problem_share_no_pool(tmp_path: Path) -> None:
         ("# nothing\n", 1, "is empty"),
         ("- a", 1, "must be a mapping, not a list"),
         ("a: [1", 1, "is no YAML"),
-        ("inputs:\n\t- a", 2, "is no YAML"),
+        ("inputs:\n\t- a", 2, "indent with spaces, not with tabs"),
+        ("inputs:\n  - {topic: A, pool: R}\n   - {topic: B, pool: R}", 3, "begin in one column"),
         ("a: 1\n---\nb: 2", 2, "second document"),
         ("a: 1\nb: \x07", 2, "a character that YAML does not allow"),
         ("[" * 100_000, 1, "nested deeper"),
