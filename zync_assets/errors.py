@@ -381,10 +381,16 @@ class TargetRefused(SinkError):
 class TableUnfit(SinkError):
     """A table of the target can't hold the records of its source. The message has the DDL that makes it fit, if there is any.
 
+    ``missing``: the columns that the table lacks.
+
     >>> from zync_assets import SinkError, TableUnfit
     >>> issubclass(TableUnfit, SinkError)
     True
     """
+
+    def __init__(self, message: str, missing: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 class BadRecords(ZyncError):

@@ -90,8 +90,8 @@ class SinkCommit:
     left: int = 0
 
 
-def commit_sink(batch: SinkBatch) -> SinkCommit:
-    """Write one batch, exactly once.
+def commit_sink(batch: SinkBatch, *, evolves: bool = True) -> SinkCommit:
+    """Write one batch, exactly once. ``evolves``: whether a table with records may be changed.
 
     Raises CommitConflict if another run wrote first, TableUnfit, TargetUnavailable, and BadRecords by ``on-bad-record``.
     Raises TargetRefused if the target refused a record and the batch is too large to search. The next batch is smaller then.
@@ -101,7 +101,7 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
     # 1. Stop at a failed check, as publishing and ETL do. Then create the table, or change it.
     _refuse_failures(plan)
     with target.session():
-        _prepare(target, plan, layout.spec)
+        _prepare(target, plan, layout.spec, evolves)
         crash_point("sink:prepared")
         source = plain_source(plan, layout)
         appends = target.appends(layout.spec, whole=layout.is_whole or source is not None)
@@ -130,19 +130,20 @@ def commit_sink(batch: SinkBatch) -> SinkCommit:
     return SinkCommit(plan.sink.name, plan.table.name, plan.table.source, plan.ranges, count, len(bad), seconds, lag)
 
 
-def _prepare(target: Target, plan: SinkPlan, spec: TableSpec) -> None:
+def _prepare(target: Target, plan: SinkPlan, spec: TableSpec, evolves: bool) -> None:
     """Create the table, or change it to fit. SinkError if the table lacks the records before the position, or has records after
     it."""
     is_begun = plan.progress.origin is not None
     try:
-        target.prepare(spec, create=plan.sink.create and not is_begun, evolve=plan.sink.evolve)
+        evolve = plan.sink.evolve if evolves or not is_begun else "none"
+        target.prepare(spec, create=plan.sink.create and not is_begun, evolve=evolve)
     except TableUnfit as error:
         if not is_begun:
             raise
         if not target.has_table(spec):
             raise _lost_table(plan) from None
         remedy = f"If you make the table anew, load it from the start: {reset_command(plan)}"
-        raise TableUnfit(f"{error}\n{remedy}") from None
+        raise TableUnfit(f"{error}\n{remedy}", error.missing) from None
     if is_begun or spec.mode == "upsert":
         return
     if places := target.past_places(plan.place, spec, plan.origin, writers(plan)):

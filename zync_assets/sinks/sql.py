@@ -211,7 +211,8 @@ class SqlTarget(Target):
             allowed_level = {"none": 0, "add": 1, "widen": 2}[evolve]
             refused_statements = [item for item in statements if item[0] > allowed_level]
             if hopeless or refused_statements:
-                raise TableUnfit(advice(connection, spec.name, refused_statements, hopeless))
+                missing = [column.name for column in spec.columns if column.name not in table.c]
+                raise TableUnfit(advice(connection, spec.name, refused_statements, hopeless), missing)
             for _, _, ddl in statements:
                 connection.execute(ddl)
 

@@ -12,14 +12,35 @@ from typing import TypeVar
 
 from zync_assets import upkeep
 from zync_assets.conflicts import EVERYWHERE, Log, raise_first, retried
-from zync_assets.errors import BadRecords, DataLoss, SinkError, TargetRefused, TargetUnavailable, ZyncError
+from zync_assets.errors import (
+    BadRecords,
+    DataLoss,
+    SinkError,
+    TableUnfit,
+    TargetRefused,
+    TargetUnavailable,
+    ZyncError,
+)
 from zync_assets.lake import raw
+from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import Layout
 from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, check_table, commit_sink
-from zync_assets.sinks.plan import BATCH_OFFSETS, SinkBatch, SinkPlan, layout, place_of, plan_sink, read_source, writers
+from zync_assets.sinks.plan import (
+    BATCH_OFFSETS,
+    SinkBatch,
+    SinkPlan,
+    layout,
+    place_of,
+    plan_sink,
+    read_source,
+    reset_command,
+    source_frame,
+    writers,
+)
 from zync_assets.sinks.target import OUTAGE_CURE, Merge, Place, open_target
 from zync_assets.spark.session import Session
+from zync_assets.spark.tasks import search_settings
 
 OUTAGES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds to wait before a sink tries again, outage by outage. Then the step ends."""
@@ -208,13 +229,46 @@ def sink_once(
 
     def commit(batch: SinkBatch) -> SinkCommit | None:
         if not batch.plan.nothing_to_do:
-            return commit_sink(batch)
+            try:
+                return commit_sink(batch, evolves=False)
+            except TableUnfit as error:
+                _refuse_lost_values(batch, error)
+                return commit_sink(batch)
         if batch.plan.place not in _cleaned_places:
             # Without a batch, nothing else finds that the table is missing. A process looks once: each look asks the target.
             check_table(batch.plan)
         return None
 
     return retried(read, commit, first=first, log=log)
+
+
+def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:
+    """TableUnfit if the table lacks a column that written records have values for: another program dropped or renamed the
+    column. A new column would be empty in the rows of these records."""
+    plan = batch.plan
+    if not error.missing:
+        return
+    table_layout = batch.layout()
+    ranges = tuple(
+        OffsetRange(partition, min(plan.starts.get(partition, 0), next_offset), next_offset)
+        for partition, next_offset in sorted(plan.progress.next.items())
+    )
+    with search_settings(batch.spark):
+        frame = source_frame(batch.spark, plan, table_layout, ranges, guarded=True)
+        # A column that a function of the user adds is in no record.
+        places = {item.column.name: f"c{number}" for number, item in enumerate(table_layout.columns)}
+        missing = [name for name in error.missing if name in places]
+        lost = [name for name in missing if frame.where(f"{places[name]} IS NOT NULL").limit(1).count()]
+    if not lost:
+        return
+    values = f"records that are written already have values for {', '.join(lost)}"
+    if plan.sink.evolve == "none":
+        raise TableUnfit(f"{error}\nLoad it from the start after this DDL too: {values}.") from None
+    names = ", ".join(lost)
+    raise TableUnfit(
+        f"table {plan.table.name}: {names} is missing, and {values}. Put it back with its values, or load the table again:"
+        f" {reset_command(plan)}"
+    ) from None
 
 
 def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> tuple[Place, ...]:

@@ -151,6 +151,48 @@ def test_a_batch_is_folded_and_written_once(
     assert rows(it) == [(1, "n", None), (2, "B", "bb"), (4, "d", None), (5, "e", "ee")]
 
 
+def test_a_column_that_was_dropped_is_not_made_again_without_its_values(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    def alter(change: str) -> None:
+        with sqlite3.connect(tmp_path / "shop.db") as connection:
+            connection.execute(f"ALTER TABLE rows {change}")
+
+    it = mini(services, spark, tmp_path, unique, TEXT)
+    it.send(it.left, row(1, "a"), row(2, "b"))
+    it.step()
+    assert write(it) == [2]
+    alter("DROP COLUMN twice")
+    it.send(it.left, row(1, "c"))
+    it.step()
+    lost = "records that are written already have values for twice"
+    with pytest.raises(
+        TableUnfit, match=rf"ADD COLUMN twice TEXT;\n.* --reset rows\nLoad it .* after this DDL too: {lost}\."
+    ):
+        write(it)
+    adding = TEXT.replace("table: rows}", "table: rows, evolve: add}")
+    it = it.edited(adding)
+    with pytest.raises(TableUnfit, match=rf"table rows: twice is missing, and {lost}\..* --reset rows$"):
+        write(it)
+    reset_sink(it.pipeline, lambda: spark, "shop", "rows")
+    assert write(it) == [2]
+    assert rows(it) == [(1, "c", "cc"), (2, "b", "bb")]
+    # A column under another name is not lost.
+    alter("RENAME COLUMN twice TO other")
+    it.send(it.left, row(2, "d"))
+    it.step()
+    with pytest.raises(TableUnfit, match="twice is missing"):
+        write(it)
+    alter("RENAME COLUMN other TO twice")
+    assert write(it) == [1]
+    # No written record has a value for a new field.
+    it = it.edited(adding.replace("v: in.value.v, twice", "v: in.value.v, more: length(in.value.v), twice"))
+    it.send(it.left, row(3, "e"))
+    it.step()
+    assert write(it) == [1]
+    assert rows(it, "SELECT id, twice, more FROM rows ORDER BY id") == [(1, "cc", None), (2, "dd", None), (3, "ee", 1)]
+
+
 def edited(it: Mini, sinks: str) -> Mini:
     return it.edited(TEXT[: TEXT.index("sinks:")] + "sinks:\n" + sinks)
 
