@@ -83,8 +83,12 @@ def _batches(archive: str, parts: Iterable[str]) -> Iterator[pa.RecordBatch]:
 
 
 def _schema(archive: str, part: str) -> pa.Schema:
-    system, path = storage.filesystem(storage.join(archive, part))
-    return pq.read_schema(path, filesystem=system).remove_metadata()
+    uri = storage.join(archive, part)
+    system, path = storage.filesystem(uri)
+    if system.get_file_info(path).type != fs.FileType.File:
+        raise FileNotFoundError(uri)
+    with storage.access_errors(uri, "can't be read"):
+        return pq.read_schema(path, filesystem=system).remove_metadata()
 
 
 def _write_parquet(file: BinaryIO, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
@@ -109,12 +113,16 @@ def widened(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def may_grow(archive: str, item: ArchiveObject, load: str) -> bool:
-    """Whether an object is small, and takes the records of a load."""
+    """Whether an object is small, and takes the records of a load. LakeError if the object can't be read: nobody could make the
+    longer object that a commit would name."""
     system, path = storage.filesystem(storage.join(archive, item.path))
     info = system.get_file_info(path)
     if info.type != fs.FileType.File or int(info.size or 0) >= SMALL_BYTES:
         return False
-    return item.suffix != SUFFIXES[PARQUET] or _schema(archive, item.path).equals(_schema(archive, load))
+    if item.suffix != SUFFIXES[PARQUET]:
+        check_object(archive, item)
+        return True
+    return _schema(archive, item.path).equals(_schema(archive, load))
 
 
 def read_object(archive: str, item: ArchiveObject) -> Iterator[pa.RecordBatch]:

@@ -369,6 +369,30 @@ def test_an_object_that_can_t_be_read_is_a_fault(tmp_path: Path, form: str) -> N
     assert fault.startswith("2 objects can't be read: ") and paths[1] in fault
 
 
+@pytest.mark.parametrize("form", archive.SUFFIXES)
+@pytest.mark.parametrize("cure", ["a copy", "reset"])
+def test_an_object_that_can_t_be_read_gets_no_further_records_until_it_is_cured(
+    tmp_path: Path, form: str, cure: str
+) -> None:
+    target = FilesTarget(f"{tmp_path}?format={form}&interval=1d")
+    apply(target, 1, 10)
+    progress = target.progress(PLACE)
+    wholes = {item: item.read_bytes() for item in objects(tmp_path)}
+    for item, whole in wholes.items():
+        item.write_bytes(whole[:-9])
+    with pytest.raises(SinkError, match=r"shop\.orders/.* can't be read: .* Restore it from a copy"):
+        apply(target, 1, 60)
+    assert target.progress(PLACE) == progress
+    if cure == "reset":
+        target.merge(Merge(PLACE, SPEC, ORIGIN, {}, {}, clear=True))
+    else:
+        for item, whole in wholes.items():
+            item.write_bytes(whole)
+    apply(target, 1, 60)
+    assert target.progress(PLACE).next[0] > progress.next[0]
+    assert target.object_faults(PLACE, TOPIC)[1] == []
+
+
 def test_the_same_range_makes_the_same_object_however_it_was_cut(tmp_path: Path) -> None:
     whole = [row for row in rows(1, 60) if row["kafka"]["partition"] == 0]
     for folder, cuts in (("a", [0, 60]), ("b", [0, 13, 14, 40, 60])):
