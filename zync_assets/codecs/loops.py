@@ -14,6 +14,7 @@ from numba import njit, types
 
 # numba gives its functions no types that a checker sees.
 # pyright: reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportReturnType=false
 
 
 _Bytes = types.Array(types.uint8, 1, "C", readonly=True)
