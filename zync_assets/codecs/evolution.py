@@ -146,6 +146,14 @@ def merge_types(target: pa.DataType | None, writer: pa.DataType, path: str = "va
     return wide
 
 
+def misfit(error: SchemaError) -> str:
+    """The error of a record whose schema ``merge_types`` refuses, with the cure."""
+    return (
+        f"{error}. A raw column keeps its type: let the connector write the table to a new topic, and read that topic"
+        " (demo/edits.md, A column of another type)"
+    )
+
+
 def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
     """The narrowest type that holds the values of both; of string and bytes the first; None if there is none."""
     kinds = pa.types

@@ -19,7 +19,7 @@ from zync_assets.codecs.avro.schema import Node, digest, is_hollow, note_of, par
 from zync_assets.codecs.avro.types import lake_type, plain_type
 from zync_assets.codecs.avro.values import TrailingBytes, row_reader, to_lake
 from zync_assets.codecs.batches import DecodedBatch, Group, assemble, bad_records, is_native
-from zync_assets.codecs.evolution import Arrival, differences, merge_types
+from zync_assets.codecs.evolution import Arrival, differences, merge_types, misfit
 from zync_assets.errors import SchemaError, SchemaUnknown
 
 HEADER = 5
@@ -159,7 +159,7 @@ class AvroDecoder:
             try:
                 self._type = merge_types(self._type, lake_type(writer))
             except SchemaError as error:
-                errors.update(dict.fromkeys(rows.tolist(), f"schema id {schema_id}: {error}"))
+                errors.update(dict.fromkeys(rows.tolist(), f"schema id {schema_id}: {misfit(error)}"))
                 return None
             self._merged_ids.add(schema_id)
         if not wrong:

@@ -27,7 +27,7 @@ from zync_assets.codecs.avro.values import from_lake as from_avro_lake
 from zync_assets.codecs.batches import DecodedBatch, EncodedBatch, Group, assemble, bad_records
 from zync_assets.codecs.connect.payloads import has_columns, parse_at, parse_json, read_columns, row_reader, write_row
 from zync_assets.codecs.connect.schema import Connect, from_lake, lake_type, note_of, parse_connect, plain_type, to_lake
-from zync_assets.codecs.evolution import Arrival, check_writable, conform, differences, merge_types
+from zync_assets.codecs.evolution import Arrival, check_writable, conform, differences, merge_types, misfit
 from zync_assets.codecs.json.columns import json_texts
 from zync_assets.codecs.json.values import json_reader
 from zync_assets.errors import SchemaError
@@ -242,12 +242,13 @@ class ConnectDecoder:
 
     def _merge(self, node: Connect, rows: Ints, errors: dict[int, str]) -> bool:
         if node not in self._merged_nodes:
+            before = () if pa.types.is_null(self._type) else (self._type,)
             try:
                 merged_type = merge_types(self._type, lake_type(node), "payload")
             except SchemaError as error:
-                errors.update({int(row): str(error) for row in rows})
+                errors.update({int(row): misfit(error) for row in rows})
+                self._arrivals.append(Arrival(int(rows.min()), None, lake_type(node), before, note_of(node)))
                 return False
-            before = () if pa.types.is_null(self._type) else (self._type,)
             arrival = Arrival(int(rows.min()), None, merged_type, before, note_of(node))
             self._arrivals.append(arrival)
             if arrival.changes and self._fixed_schema:

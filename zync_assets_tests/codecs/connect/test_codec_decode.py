@@ -328,6 +328,22 @@ def test_without_schemas_and_without_a_ddl_a_record_is_its_text() -> None:
     assert [bad.index for bad in decoded.bad] == [2]
 
 
+def test_a_schema_that_does_not_fit_is_a_change_that_the_column_does_not_take() -> None:
+    """Ingest reports it, as it reports a schema of the registry."""
+    first, second = (
+        enveloped(struct(field("id", kind)), {"id": value}) for kind, value in (("int32", 1), ("string", "x"))
+    )
+    decoded = decode(first, second)
+    assert ["let the connector write the table to a new topic" in bad.error for bad in decoded.bad] == [True]
+    _, arrival = decoded.arrivals
+    assert (arrival.index, arrival.type, arrival.before, arrival.is_new) == (
+        1,
+        pa.struct([("id", pa.string())]),
+        (pa.struct([("id", pa.int32())]),),
+        True,
+    )
+
+
 def test_a_ddl_that_the_column_can_not_take_is_an_error() -> None:
     with pytest.raises(SchemaError, match="id: int64 does not fit into the lake's string"):
         decoder("id BIGINT", pa.struct([("id", pa.string())]))
