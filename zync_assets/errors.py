@@ -31,6 +31,7 @@
     │   └── TableUnsupported       the table asks for a feature that is not known here
     ├── SinkError              the target database of a sink, or a table in it
     │   ├── TargetUnavailable      no answer, a deadlock or a timeout; trying again may help
+    │   │   └── TableLocked            another program holds a lock on the table
     │   ├── TargetRefused          the target refused a record: a constraint, or a value out of range
     │   └── TableUnfit             a table lacks a column, a type or a key, and the sink may not or can't change it
     ├── BadRecords             records that the pipeline file does not let into quarantine, or too many of them
@@ -365,6 +366,15 @@ class TargetUnavailable(SinkError):
 
     >>> from zync_assets import SinkError, TargetUnavailable
     >>> issubclass(TargetUnavailable, SinkError)
+    True
+    """
+
+
+class TableLocked(TargetUnavailable):
+    """Another program holds a lock on a table of the target. Other tables can be written meanwhile.
+
+    >>> from zync_assets import TableLocked, TargetUnavailable
+    >>> issubclass(TableLocked, TargetUnavailable)
     True
     """
 

@@ -52,6 +52,7 @@ DEBEZIUM_DATE = "io.debezium.time.Date"
 DEBEZIUM_TIMESTAMP = "io.debezium.time.Timestamp"
 MICRO_TIMESTAMP = "io.debezium.time.MicroTimestamp"
 ZONED_TIMESTAMP = "io.debezium.time.ZonedTimestamp"
+DEBEZIUM_JSON = "io.debezium.data.Json"
 VARIABLE_DECIMAL = "io.debezium.data.VariableScaleDecimal"
 
 _IMPLIED_NAMES = {"time-millis": TIME, "timestamp-millis": TIMESTAMP}

@@ -32,7 +32,7 @@ from sqlalchemy.dialects import mysql
 from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.engine import Connection, Engine
 
-from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
+from zync_assets.errors import SinkError, TableLocked, TargetRefused, TargetUnavailable
 from zync_assets.pipeline_file.fields import TLS_FILES, TLS_SWITCHES, option_fault
 from zync_assets.private import put
 from zync_assets.sinks.fold import DELETE, OP, REPLACE
@@ -68,7 +68,6 @@ _PASSING = {
     1160,
     1161,
     1203,
-    1205,
     1213,
     1226,
     1290,
@@ -80,6 +79,8 @@ _PASSING_CLIENT = {2002, 2003, 2006, 2013, 2055}
 _REFUSALS = {1048, 1062, 1264, 1265, 1292, 1364, 1366, 1406, 1411, 1451, 1452, 1525, 1644, 1690, 3140, 3141, 3819, 4025}
 """Nulls, duplicates, values out of range, too long or of the wrong form, foreign keys, checks, triggers."""
 
+_LOCKED = 1205
+"""Another program has held a lock for too long."""
 _DENIED = {1044, 1142, 1143, 1227}
 _WRONG_PASSWORD = 1045
 _READ_ONLY = {1290, 1836}
@@ -137,6 +138,8 @@ class MysqlTarget(SqlTarget):
 
     def sort(self, error: exc.DBAPIError) -> type[SinkError]:
         code = _code(error)
+        if code == _LOCKED:
+            return TableLocked
         if code in _PASSING_CLIENT or code in _PASSING:
             return TargetUnavailable
         return TargetRefused if code in _REFUSALS else SinkError

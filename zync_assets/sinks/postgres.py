@@ -17,8 +17,9 @@ import os
 import re
 import secrets
 import ssl
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from decimal import Decimal
 from io import BytesIO
 from itertools import chain
 from typing import Any
@@ -31,26 +32,35 @@ from alembic.ddl.base import ColumnType
 from psycopg import sql
 from pyarrow import csv
 from sqlalchemy import event, exc
-from sqlalchemy.dialects.postgresql import ARRAY, DOMAIN, ENUM, JSONB, MONEY, TSVECTOR, dialect, insert
+from sqlalchemy.dialects.postgresql import ARRAY, DOMAIN, ENUM, HSTORE, JSONB, MONEY, TSVECTOR, insert
+from sqlalchemy.dialects.postgresql.ranges import AbstractRange
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import ReflectedColumn
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.fields import ZONED_TIMESTAMP
+from zync_assets.codecs.fields import DEBEZIUM_JSON, VARIABLE_DECIMAL, ZONED_TIMESTAMP
 from zync_assets.crashes import crash_point
-from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
+from zync_assets.errors import SinkError, TableLocked, TargetRefused, TargetUnavailable
 from zync_assets.pipeline import Evolve
+from zync_assets.sinks.postgres_dialect import (
+    as_source,
+    as_taken,
+    copied_text,
+    is_local_times,
+    is_plain,
+    lasting_cure,
+    lock_holders,
+    missing_rights,
+)
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import (
     POSITIONS,
-    QUARANTINE,
     SqlType,
     is_exact,
     loose_key,
     missing_key,
     on_conflict,
     standard_type,
-    with_single_percents,
 )
 from zync_assets.sinks.target import Column, LoadTable, Merge, Place, TableSpec, counted, load_names, named
 
@@ -69,22 +79,10 @@ _PASSING = ("08", "53", "57", "58", "40", "55P", "55006")
 """How SQLSTATEs of outages begin: connection, resources, operator, system, rollback by a deadlock, locks, object in use."""
 _REFUSALS = ("22", "23", "44", "P0")
 """Classes of SQLSTATE: data, integrity, WITH CHECK OPTION, an error of a trigger."""
+_LOCKED = "55P03"
+_UNREAD = ("42", "XX000")
+"""SQLSTATEs of input functions that have no class of data, as those of ltree and hstore."""
 _DENIED = ("42501", "3F000")  # a right is missing; no schema, or none of the search path that the role may use
-_LOGIN_ERRORS: Mapping[str, str] = {
-    "certificate verify failed": "Name the file of its CA in the url, ?sslrootcert=FILE; sslmode=require would trust any server.",
-    "server does not support SSL": "Turn TLS on at the server. In a network that you trust, write ?sslmode=disable in the url.",
-    "does not match host name": "Write the host's name as the server's certificate has it in the url.",
-    "password authentication failed": "Correct the user or the password in the url.",
-    "no pg_hba.conf entry": "Let the server's pg_hba.conf take this host, user and database.",
-    "does not exist": "Correct the url, or create it.",
-    r"invalid (integer value|\S+ value:)": "Correct the option in the url, or its variable such as PGSSLMODE.",
-}
-"""Texts of failed logins that no waiting cures → the cure. A failed login has no SQLSTATE."""
-_STATEMENT_ERRORS: Mapping[str, str] = {
-    "statement timeout": "A batch takes longer than statement_timeout allows: raise it for the role, ALTER ROLE ... SET.",
-    "in a read-only transaction": "The server is a standby, or set to read only: write the primary's address in the url.",
-}
-"""Texts of failed statements that no waiting cures → the cure."""
 _COPY_PLACE = re.compile(r"\s*CONTEXT: +COPY .*, line \d+$|COPY .*?, line \d+, (?=column )")
 _NO_CHARACTER = "22021"  # the SQLSTATE of a character that a text can't have
 _DEFERRABLE = sa.text("SELECT conname FROM pg_constraint WHERE conrelid = to_regclass(:name) AND condeferrable")
@@ -94,7 +92,11 @@ _LOOSE = sa.text(
     " AND (t.typname IN ('citext', 'bpchar') OR NOT c.collisdeterministic)"
 )
 """Constraints that ON CONFLICT does not take, and columns of a key that take texts for equal that differ."""
-_TABLE_RIGHTS = ("SELECT", "INSERT", "UPDATE", "DELETE")
+
+_locked_tables: set[tuple[str, str]] = set()
+"""URL and name of each table whose last merge ended at a lock."""
+_AGAIN_SECONDS = 1
+"""The seconds that the next merge of such a table waits for the lock: other tables and steps wait meanwhile."""
 
 
 class PostgresTarget(SqlTarget):
@@ -124,8 +126,20 @@ class PostgresTarget(SqlTarget):
         return super().load(spec, name, rows)
 
     def merge(self, merge: Merge) -> None:
-        self._table = merge.spec.name
-        super().merge(merge)
+        self._table, place = merge.spec.name, (self.url, merge.spec.name)
+        try:
+            super().merge(merge)
+        except TableLocked:
+            _locked_tables.add(place)
+            raise
+        _locked_tables.discard(place)
+
+    @contextmanager
+    def merging(self, merge: Merge) -> Generator[Connection]:
+        with super().merging(merge) as connection:
+            if (self.url, merge.spec.name) in _locked_tables:
+                connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_AGAIN_SECONDS}s'")
+            yield connection
 
     def is_native(self, kind: pa.DataType) -> bool:
         if pa.types.is_list(kind):
@@ -136,21 +150,29 @@ class PostgresTarget(SqlTarget):
         state = getattr(error.orig, "sqlstate", None)
         if state is None:
             # The connection failed or broke. Otherwise, psycopg itself refuses no statement of this module.
-            is_outage = isinstance(error, exc.OperationalError) and _cure(error, self.engine().url) is None
+            is_outage = isinstance(error, exc.OperationalError) and lasting_cure(error, self.engine().url) is None
             return TargetUnavailable if is_outage else SinkError
-        if state.startswith(_PASSING) and _cure(error, self.engine().url) is None:
+        if state == _LOCKED:
+            return TableLocked
+        if state.startswith(_PASSING) and lasting_cure(error, self.engine().url) is None:
             return TargetUnavailable
-        return TargetRefused if state[:2] in _REFUSALS else SinkError
+        return TargetRefused if state[:2] in _REFUSALS or _is_unread(error) else SinkError
 
     def error_text(self, error: exc.DBAPIError) -> str:
-        """The message without the name and the line of a load table."""
-        return _COPY_PLACE.sub("", super().error_text(error))
+        """The message without the name and the line of a load table, and without the statement that met a lock."""
+        text = super().error_text(error)
+        return text.partition("\n")[0] if self.sort(error) is TableLocked else _COPY_PLACE.sub("", text)
 
     def error(self, error: exc.DBAPIError) -> SinkError:
-        fault, cure = super().error(error), _cure(error, self.engine().url)
+        fault, cure = super().error(error), lasting_cure(error, self.engine().url)
         if getattr(error.orig, "sqlstate", None) in _DENIED:
             with suppress(exc.SQLAlchemyError), self.engine().connect() as connection:
                 cure = missing_rights(connection, self._table)
+        elif isinstance(fault, TargetRefused) and _is_unread(error):
+            cure = "Give the column a type for texts, or make a text that its type reads with before: {set: ...}."
+        elif isinstance(fault, TableLocked):
+            with suppress(exc.SQLAlchemyError), self.engine().connect() as connection:
+                cure = lock_holders(connection, self._table)
         return fault if cure is None else type(fault)(f"{str(fault).rstrip('.')}. {cure}")
 
     @contextmanager
@@ -175,10 +197,16 @@ class PostgresTarget(SqlTarget):
 
     def holds(self, existing: SqlType, column: Column) -> bool:
         kind, existing = column.type, existing.data_type if isinstance(existing, DOMAIN) else existing
+        if column.note == VARIABLE_DECIMAL and isinstance(existing, sa.Numeric):
+            # With a precision, the type would round.
+            return not isinstance(existing, sa.Float) and existing.precision is None
         if column.as_json:
             return isinstance(existing, (sa.JSON, sa.Text))
+        if is_local_times(kind) and isinstance(existing, ARRAY) and isinstance(existing.item_type, sa.DateTime):
+            # Earlier versions made arrays of instants.
+            return is_exact(existing.item_type)
         if pa.types.is_list(kind) and isinstance(existing, sa.JSON):
-            return _is_plain(kind.value_type)
+            return is_plain(kind.value_type)
         if column.note == ZONED_TIMESTAMP and isinstance(existing, sa.DateTime):
             return bool(existing.timezone) and is_exact(existing)
         # A money has two digits after the point, a tsvector sorts words, and the types name and "char" cut texts. A char(n) adds
@@ -229,7 +257,10 @@ class PostgresTarget(SqlTarget):
             # One COPY for all rows: the server reads a batch while the next one is made.
             with _dbapi_errors(connection), driver.cursor() as cursor, cursor.copy(statement) as copy:
                 for batch in chain((first_batch,), rows):
-                    texts = [_text(batch.column(name), as_json=name in json_names) for name in names]
+                    values = [as_taken(batch.column(name), table.c[name].type) for name in names]
+                    texts = [
+                        copied_text(part, as_json=name in json_names) for name, part in zip(names, values, strict=True)
+                    ]
                     buffer = BytesIO()
                     csv.write_csv(pa.RecordBatch.from_arrays(texts, names=names), buffer, options)
                     copy.write(buffer.getbuffer())
@@ -292,7 +323,16 @@ class PostgresTarget(SqlTarget):
     ) -> Sequence[sa.Executable]:
         return [on_conflict(insert(table).from_select([*key, *others], rows), key, others)]
 
+    def read_column(self, table: sa.Table, column: Column) -> sa.ColumnElement[Any]:
+        """A range as the text that the server writes: the driver has its own form. An hstore as the JSON of Debezium."""
+        found = super().read_column(table, column)
+        if isinstance(found.type, HSTORE) and column.note == DEBEZIUM_JSON:
+            return sa.cast(sa.func.hstore_to_json(found), sa.Text)
+        return sa.cast(found, sa.Text) if isinstance(found.type, AbstractRange) else found
+
     def value(self, column: Column, value: Any) -> Any:
+        if isinstance(value, Decimal) and column.note == VARIABLE_DECIMAL:
+            return as_source(value, as_json=column.as_json)
         if isinstance(value, dict) or (isinstance(value, list) and not pa.types.is_list(column.type)) or column.as_json:
             return value if value is None or isinstance(value, str) else json.dumps(value)
         if isinstance(value, list) and pa.types.is_string(column.type.value_type):
@@ -339,61 +379,6 @@ def _is_local(host: str) -> bool:
     )
 
 
-def _cure(error: exc.DBAPIError, url: sa.URL) -> str | None:
-    """The cure of a login or a statement that failed for good; None for an outage, and for an error without such a cure."""
-    text = str(error.orig)
-    if getattr(error.orig, "sqlstate", None) is not None:
-        return next((cure for words, cure in _STATEMENT_ERRORS.items() if words in text), None)
-    if "permission denied for database" in text:
-        names = dialect()
-        quote = names.identifier_preparer.quote
-        grant = f"GRANT CONNECT ON DATABASE {quote(url.database or '')} TO {quote(url.username or '')};"
-        return f"Run:\n{with_single_percents(grant, names)}"
-    return next((cure for words, cure in _LOGIN_ERRORS.items() if re.search(words, text)), None)
-
-
-def missing_rights(connection: Connection, table: str | None) -> str:
-    """The statements that make the table's schema, and grant the role of a connection what a sink needs and the role lacks.
-
-    ``table``: the target table as the pipeline file names it, None if no table was in use.
-    """
-    quote = connection.dialect.identifier_preparer.quote
-    role, current_schema = connection.execute(sa.select(sa.func.current_user(), sa.func.current_schema())).one()
-    own_schema = current_schema or "public"  # a schema that the role may not use is not current
-    schema, _, name = (table or "").rpartition(".")
-    needs = [("SCHEMA", quote(own_schema), ["USAGE", "CREATE"], sa.func.has_schema_privilege, own_schema)]
-    classes = sa.table("pg_class", *map(sa.column, ("oid", "relname", "relnamespace")))
-    spaces = sa.table("pg_namespace", *map(sa.column, ("oid", "nspname")))
-    own_places = [(own_schema, POSITIONS.name), (own_schema, QUARANTINE.name)]
-    places = [*own_places, *([(schema or own_schema, name)] if name else [])]
-    is_there = False
-    for place in places:
-        table_id = connection.execute(
-            sa.select(classes.c.oid)
-            .join_from(classes, spaces, classes.c.relnamespace == spaces.c.oid)
-            .where(spaces.c.nspname == place[0], classes.c.relname == place[1])
-        ).scalar()
-        is_there = table_id is not None
-        if is_there:
-            text = ".".join(map(quote, place))
-            needs.append(("TABLE", text, list(_TABLE_RIGHTS), sa.func.has_table_privilege, table_id))
-    lines: list[str] = []
-    if schema:
-        if connection.execute(sa.select(spaces.c.oid).where(spaces.c.nspname == schema)).first() is None:
-            lines.append(f"CREATE SCHEMA {quote(schema)};")
-        else:
-            # The sink makes a table that is missing.
-            rights = ["USAGE"] if is_there else ["USAGE", "CREATE"]
-            needs.insert(1, ("SCHEMA", quote(schema), rights, sa.func.has_schema_privilege, schema))
-    for kind, text, rights, has_right, subject in needs:
-        lacks = [right for right in rights if not connection.execute(sa.select(has_right(subject, right))).scalar()]
-        if lacks:
-            lines.append(f"GRANT {', '.join(lacks)} ON {kind} {text} TO {quote(role)};")
-    if not lines:
-        return f"Only the owner may do so. Run what the table needs as its owner, or make {quote(role)} its owner."
-    return "Run:\n" + with_single_percents("\n".join(lines), connection.dialect)
-
-
 def _identifier(schema: str | None, name: str) -> sql.Identifier:
     """The name of a table. SQLAlchemy would double each percent sign, as for a statement with parameters."""
     return sql.Identifier(*([schema] if schema else []), name)
@@ -409,42 +394,7 @@ def _dbapi_errors(connection: Connection) -> Generator[None]:
         raise exc.DBAPIError.instance(None, None, error, psycopg.Error, dialect=dialect) from error
 
 
-def _is_plain(kind: pa.DataType) -> bool:
-    """Whether values of a type are written alike in Python's JSON and in the lake's."""
-    kinds = pa.types
-    return kinds.is_string(kind) or kinds.is_boolean(kind) or kinds.is_integer(kind)
-
-
-def _text(column: pa.Array, *, as_json: bool = False) -> pa.Array:
-    """The values as PostgreSQL reads them in a CSV field. An empty text differs from a null: Arrow puts it in quotes.
-    ``as_json``: lists are JSON, and no array literals."""
-    kinds, kind = pa.types, column.type
-    if kinds.is_string(kind) or kinds.is_large_string(kind):
-        return column
-    if kinds.is_binary(kind) or kinds.is_large_binary(kind):
-        return _mapped_texts(column, lambda value: "\\x" + value.hex())
-    if kinds.is_list(kind) or kinds.is_large_list(kind):
-        return _mapped_texts(column, json.dumps) if as_json else _arrays(column)
-    if kinds.is_timestamp(kind) and kind.tz is not None:
-        return pc.binary_join_element_wise(column.cast(pa.timestamp("us")).cast(pa.string()), "+00", "")
-    return column.cast(pa.string())
-
-
-def _mapped_texts(column: pa.Array, change: Callable[[Any], str]) -> pa.Array:
-    return pa.array([None if value is None else change(value) for value in column.to_pylist()], pa.string())
-
-
-def _arrays(column: pa.Array) -> pa.Array:
-    """Lists as PostgreSQL's array literals."""
-    items = _text(column.flatten()).to_pylist()
-    lengths = pc.fill_null(pc.list_value_length(column), 0).to_pylist()
-    texts: list[str | None] = []
-    at = 0
-    for length, is_there in zip(lengths, column.is_valid().to_pylist(), strict=True):
-        texts.append("{" + ",".join(map(_item, items[at : at + length])) + "}" if is_there else None)
-        at += length
-    return pa.array(texts, pa.string())
-
-
-def _item(text: str | None) -> str:
-    return "NULL" if text is None else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+def _is_unread(error: exc.DBAPIError) -> bool:
+    """Whether the input function of a column's type, such as hstore or ltree, did not understand a text of a COPY."""
+    context = getattr(getattr(error.orig, "diag", None), "context", None) or ""
+    return getattr(error.orig, "sqlstate", "").startswith(_UNREAD) and bool(re.match(r"COPY .*, column ", context))

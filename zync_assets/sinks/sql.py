@@ -57,8 +57,7 @@ class SqlTarget(Target):
     _session: Connection | None = None
 
     def engine(self) -> Engine:
-        """The process's engine of the URL. It keeps what it knows of the server, and compiled statements, but no connection: a
-        run is short, and a task's process serves other runs too."""
+        """The process's engine of the URL. It keeps compiled statements, and no connection, because a run is short."""
         place = type(self), self.url
         if place not in _ENGINES:
             try:
@@ -251,11 +250,14 @@ class SqlTarget(Target):
     def rows(self, spec: TableSpec) -> Iterator[pa.RecordBatch]:
         with self.connection() as connection:
             table = self._reflect_table(connection, spec)
-            # A column that no batch has needed yet is not there.
-            columns = [table.c.get(item.name, sa.null().label(item.name)) for item in spec.columns]
+            columns = [self.read_column(table, item) for item in spec.columns]
             result = connection.execution_options(yield_per=10_000).execute(sa.select(*columns))
             for part in result.partitions():
                 yield self.arrow_rows(spec, [tuple(row) for row in part])
+
+    def read_column(self, table: sa.Table, column: Column) -> sa.ColumnElement[Any]:
+        """A column as ``rows`` reads it. A column that no batch has needed yet is not there."""
+        return table.c.get(column.name, sa.null().label(column.name))
 
     def arrow_rows(self, spec: TableSpec, rows: Sequence[tuple[Any, ...]]) -> pa.RecordBatch:
         """Rows that the driver gave, with the types of the source's columns; JSON as texts."""

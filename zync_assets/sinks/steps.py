@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from zync_assets.errors import (
     BadRecords,
     DataLoss,
     SinkError,
+    TableLocked,
     TableUnfit,
     TargetRefused,
     TargetUnavailable,
@@ -58,13 +60,20 @@ def sink_all(pipeline: Pipeline, session: Session, sinks: Sequence[str] = ()) ->
     ``sinks``: their names; none: all. A table's error holds back no other table: it is raised when the others are done.
     """
     troubles: list[ZyncError] = []
-    for sink in pipeline.sinks:
-        for table in sink.tables if not sinks or sink.name in sinks else ():
-            try:
-                yield from sink_table(pipeline, session, sink.name, table.name)
-            except EVERYWHERE:
-                raise
-            except ZyncError as error:
+    places = deque((sink, table) for sink in pipeline.sinks if not sinks or sink.name in sinks for table in sink.tables)
+    locked: list[tuple[Sink, SinkTable]] = []
+    while places:
+        sink, table = place = places.popleft()
+        try:
+            yield from sink_table(pipeline, session, sink.name, table.name, outlasts_locks=place in locked)
+        except EVERYWHERE:
+            raise
+        except ZyncError as error:
+            if isinstance(error, TableLocked) and place not in locked:
+                # The other tables have their turn before this one waits.
+                locked.append(place)
+                places.append(place)
+            else:
                 troubles.append(error)
     raise_first(troubles)
 
@@ -96,7 +105,7 @@ def sink_awake(pipeline: Pipeline, session: Session, rests: dict[Place, Rest]) -
                 rests[place] = Rest(time.monotonic() + seconds, seconds, error)
                 _log.warning("%s; trying again in %s s", str(error).rstrip("."), seconds)
                 # Each further table of the target would wait for an answer, too.
-                is_away = isinstance(error, TargetUnavailable)
+                is_away = isinstance(error, TargetUnavailable) and not isinstance(error, TableLocked)
 
 
 def sink_table(
@@ -106,10 +115,13 @@ def sink_table(
     table: str,
     first: SinkBatch | None = None,
     patience: Sequence[float] = OUTAGES,
+    *,
+    outlasts_locks: bool = True,
 ) -> Iterator[SinkCommit]:
     """Write one table of a sink up to the source's end, a commit a batch. An outage of the target is waited out for a while.
 
     ``first``: a batch that was read already; ``patience``: seconds to wait, outage by outage.
+    ``outlasts_locks``: whether the end of another program's lock is waited for too.
     """
     limit, commits = BATCH_OFFSETS, 0
 
@@ -121,7 +133,7 @@ def sink_table(
 
     while True:
         try:
-            commit = _outlast(write, patience)
+            commit = _outlast(write, patience, locks=outlasts_locks)
         except TargetRefused as error:
             if limit == SEARCH_OFFSETS:
                 raise SinkError(str(error)) from error
@@ -159,7 +171,7 @@ def remedies(sink: str, table: str) -> Generator[None]:
 
 
 def _with_cure(error: TargetUnavailable) -> TargetUnavailable:
-    return TargetUnavailable(f"{str(error).rstrip('.')}. {OUTAGE_CURE}")
+    return error if isinstance(error, TableLocked) else TargetUnavailable(f"{str(error).rstrip('.')}. {OUTAGE_CURE}")
 
 
 def planned(pipeline: Pipeline, sink: Sink, table: SinkTable) -> SinkPlan:
@@ -309,15 +321,17 @@ def _reset_table(plan: SinkPlan, layout: Layout, sharers: tuple[Place, ...]) -> 
     target.merge(Merge(plan.place, layout.spec, plan.origin, {}, {}, clear=True, sharers=sharers))
 
 
-def _outlast(work: Callable[[], T], patience: Sequence[float] = OUTAGES) -> T:
+def _outlast(work: Callable[[], T], patience: Sequence[float] = OUTAGES, *, locks: bool = True) -> T:
     """The result of a work, which is done again after an outage of the target. ``patience``: seconds to wait, outage by outage.
 
-    Raises TargetUnavailable with a cure after the last one.
+    Raises TargetUnavailable with a cure after the last one. ``locks``: False raises TableLocked at once.
     """
     for seconds in patience:
         try:
             return work()
         except TargetUnavailable as error:
+            if isinstance(error, TableLocked) and not locks:
+                raise
             _log.warning("%s; trying again in %s s", str(error).rstrip("."), seconds)
             time.sleep(seconds)
     try:

@@ -352,6 +352,8 @@ def time_of(item: pa.Field, note: Note) -> tuple[pa.DataType, int]:
     kind = item.type
     if pa.types.is_integer(kind):
         return _UNITS.get(unit_of(item) or _UNIT_NAMES.get(note.name, ""), (kind, 0))
+    if pa.types.is_list(kind) and pa.types.is_timestamp(kind.value_type) and note.of_items.name in _WITHOUT_ZONE:
+        return pa.list_(pa.timestamp("us")), 0
     return (pa.timestamp("us") if note.name in _WITHOUT_ZONE and pa.types.is_timestamp(kind) else kind), 0
 
 
@@ -404,8 +406,7 @@ def counted(rows: Iterator[pa.RecordBatch], counts: list[int]) -> Iterator[pa.Re
 
 
 def process_mark() -> str:
-    """A text for the names of a run's load tables: the host, the process, the process's start, the present time, and a random
-    number."""
+    """A text for the names of load tables: the host, the process, its start, the present time, and a random number."""
     process = psutil.Process()
     parts = (process.pid, int(process.create_time()), int(time.time()))
     return "_".join([_host(), *(f"{part:x}" for part in parts), secrets.token_hex(4)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +22,14 @@ import pyarrow as pa
 import pytest
 
 from zync_assets.checks.state_checks import rows_match
-from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetRefused, TargetUnavailable
+from zync_assets.codecs.fields import DEBEZIUM_JSON, VARIABLE_DECIMAL
+from zync_assets.errors import CommitConflict, SinkError, TableLocked, TableUnfit, TargetRefused, TargetUnavailable
 from zync_assets.lake.quarantine_table import Selection
 from zync_assets.local.services import Services
+from zync_assets.sinks.commit import SinkCommit
 from zync_assets.sinks.postgres import PostgresTarget
 from zync_assets.sinks.replay import refused_records
-from zync_assets.sinks.steps import sink_all
+from zync_assets.sinks.steps import sink_all, sink_awake
 from zync_assets.sinks.target import Column, Merge, TableSpec
 from zync_assets_tests.connect import Postgres, postgres
 from zync_assets_tests.mini import mini
@@ -167,6 +171,51 @@ def test_texts_go_into_the_types_of_an_existing_table(server: Postgres, database
     assert "value too long" in assert_refused(target, table, [one(2, {"v": "long"})])
     odd = assert_refused(target, table, [one(2, {"v": "\0"})])
     assert odd == "the column v has the character NUL (0x00), which PostgreSQL does not take"
+
+
+def test_debezium_values_go_into_the_types_that_they_come_from(server: Postgres, database: str) -> None:
+    server.run(
+        database,
+        "CREATE EXTENSION hstore",
+        "CREATE TABLE rows (id bigint PRIMARY KEY, digits numeric, struct numeric, span tsrange, pairs hstore,"
+        " times timestamptz[], words tsquery)",
+    )
+    struct = pa.struct([("scale", pa.int32()), ("value", pa.binary())])
+    columns = (
+        Column("id", pa.int64()),
+        Column("digits", pa.string(), note=VARIABLE_DECIMAL),
+        Column("struct", struct, as_json=True, note=VARIABLE_DECIMAL),
+        Column("span", pa.string()),
+        Column("pairs", pa.string(), note=DEBEZIUM_JSON),
+        Column("times", pa.list_(pa.timestamp("us"))),
+        Column("words", pa.string()),
+    )
+    target, table = PostgresTarget(url(server, database)), TableSpec("rows", columns, ("id",), "upsert")
+    target.prepare(table, create=False, evolve="none")
+    values = {
+        "digits": "0.0000001250",
+        "struct": {"scale": 3, "value": "BOI="},
+        "span": '["2024-01-01 00:00:00","2024-02-01 00:00:00")',
+        "pairs": '{"c": null, "a\\"b": "1"}',
+        "times": [datetime(2024, 1, 2, 3, 4, 5, 6), None],
+        "words": "'cat'",
+    }
+    apply(target, table, [one(1, values), one(2, {"pairs": "a=>1", "struct": {"scale": 0, "value": "/w=="}})])
+    found = server.run(database, "SELECT digits::text, struct::text, times::text, pairs->'a\"b' FROM rows ORDER BY id")
+    assert found == [
+        ("0.0000001250", "1.250", '{"2024-01-02 03:04:05.000006+00",NULL}', "1"),
+        (None, "-1", None, None),
+    ]
+    rows = [row for batch in target.rows(table) for row in batch.to_pylist()]
+    assert min(rows, key=lambda row: row["id"]) == {"id": 1, **values, "struct": json.dumps(values["struct"])}
+    unread = assert_refused(target, table, [one(3, {"words": "a b"})])
+    assert unread.startswith(
+        'syntax error in tsquery: "a b" CONTEXT: column words: "a b". Give the column a type for texts'
+    )
+    for kind in ("numeric(10, 2)", "double precision"):
+        server.run(database, f"ALTER TABLE rows ALTER COLUMN digits TYPE {kind}")
+        with pytest.raises(TableUnfit, match="column digits is "):
+            target.prepare(table, create=False, evolve="widen")
 
 
 def test_a_column_of_a_domain_takes_the_values_of_its_type(server: Postgres, database: str) -> None:
@@ -521,11 +570,52 @@ def test_an_outage_is_no_refusal_and_no_error_has_the_password(server: Postgres,
     blocker = psycopg.connect(host="127.0.0.1", port=server.port, user="postgres", dbname=database)
     blocker.execute("LOCK TABLE rows")
     # The session's own limit: other sinks and steps wait as long as the statement does.
-    with pytest.raises(TargetUnavailable, match="lock timeout"):
+    with pytest.raises(
+        TableLocked, match=r"^canceling statement due to lock timeout\. Sessions with a lock.* user postgres"
+    ):
         apply(target, table, [one(1, {"name": "a"})])
     blocker.close()
     apply(target, table, [one(1, {"name": "a"})])
     assert server.run(database, "SELECT name FROM rows") == [("a",)]
+
+
+def test_no_other_table_waits_for_the_lock_on_one(
+    server: Postgres,
+    database: str,
+    services: Services,
+    spark: SparkSession,
+    tmp_path: Path,
+    unique: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    text = TEXTS.replace("URL", url(server, database) + "?options=-c%20lock_timeout%3D100")
+    text = text.replace("table: rows", "table: '{whole-topic}'").replace("[Raw.$left]", "[Raw.*]")
+    more = (
+        '  - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "id string, v string"}\nsinks:'
+    )
+    text = text.replace("sinks:", more)
+    it = mini(services, spark, tmp_path, unique, text)
+
+    def send() -> None:
+        for topic in (it.left, it.right):
+            it.send(topic, {"id": "a", "v": "x"})
+        it.ingest()
+
+    def written(commits: Iterator[SinkCommit]) -> list[str]:
+        return [made.table for made in commits]
+
+    send()
+    (left, right) = tables = written(sink_all(it.pipeline, lambda: spark))
+    with psycopg.connect(host="127.0.0.1", port=server.port, user="postgres", dbname=database) as blocker:
+        blocker.execute(f'LOCK TABLE "{left}"')
+        send()
+        assert written(sink_awake(it.pipeline, lambda: spark, {})) == [right]
+        assert f"table {left}: canceling statement due to lock timeout. Sessions with a lock" in caplog.text
+        send()
+        locked = sink_all(it.pipeline, lambda: spark)
+        assert next(locked).table == right
+    assert written(locked) == [left]
+    assert tables == [left, right]
 
 
 def test_a_server_on_another_host_must_have_a_certificate_that_the_system_trusts(

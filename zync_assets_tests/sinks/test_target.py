@@ -11,12 +11,14 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 
+import pyarrow as pa
 import pytest
 
+from zync_assets.codecs.fields import MICRO_TIMESTAMP, PLAIN, Note
 from zync_assets.errors import SinkError, TargetUnavailable
 from zync_assets.sinks.files import FilesTarget
 from zync_assets.sinks.sqlite import SqliteTarget
-from zync_assets.sinks.target import LOAD_PREFIX, Target, is_alive, open_target, process_mark
+from zync_assets.sinks.target import LOAD_PREFIX, Target, is_alive, open_target, process_mark, time_of
 from zync_assets_tests.network.certificates import Authority, Issued
 from zync_assets_tests.sinks.conformance import PLACE, sink
 
@@ -98,3 +100,11 @@ def test_a_run_removes_what_dead_runs_of_its_place_have_left(tmp_path: Path) -> 
         with target.run(PLACE) as prefix:
             assert is_alive(prefix.removeprefix(PLACE.load_prefix))
         assert sorted(target.tables()) == sorted([names[0], names[2]])
+
+
+def test_a_time_without_zone_has_none_in_an_array_either() -> None:
+    note = Note(item=Note(MICRO_TIMESTAMP, 1))
+    for kind, expected in ((pa.timestamp("us", tz="UTC"), pa.timestamp("us")), (pa.int64(), pa.int64())):
+        assert time_of(pa.field("times", pa.list_(kind)), note) == (pa.list_(expected), 0)
+    instants = pa.list_(pa.timestamp("us", tz="UTC"))
+    assert time_of(pa.field("times", instants), PLAIN) == (instants, 0)
