@@ -38,7 +38,6 @@ _REFUSALS = (sqlite3.IntegrityError, sqlite3.DataError)
 _PASSING = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_FULL,
     sqlite3.SQLITE_IOERR,
     sqlite3.SQLITE_PROTOCOL,
 }
@@ -88,7 +87,12 @@ class SqliteTarget(SqlTarget):
         return TargetUnavailable if code & 0xFF in _PASSING else SinkError
 
     def error(self, error: exc.DBAPIError) -> SinkError:
-        if getattr(error.orig, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_CANTOPEN:
+        code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
+        if code == sqlite3.SQLITE_FULL:
+            return SinkError(
+                f"{self.path}: the disk is full. Make room, and run again: nothing of the batch was written."
+            )
+        if code not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
             return super().error(error)
         if self.path.is_dir():
             return SinkError(
@@ -99,7 +103,9 @@ class SqliteTarget(SqlTarget):
             return SinkError(
                 f"the folder {folder} of the sink's url is not there. Run:\nmkdir -p {shlex.quote(str(folder))}"
             )
-        return SinkError(f"{self.path} can't be opened. Let the sink's user read and write the file and its folder.")
+        return SinkError(
+            f"{self.path} can't be opened or written. Let the sink's user read and write the file and its folder."
+        )
 
     @contextmanager
     def connection(self) -> Generator[Connection]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from sqlalchemy import exc
 
 from zync_assets.errors import SinkError, TableUnfit
 from zync_assets.sinks.sqlite import SqliteTarget
@@ -131,3 +132,11 @@ def test_a_file_that_can_t_be_opened_is_named_with_the_cure(tmp_path: Path) -> N
         assert str(error.value) == words
     subprocess.run(str(error.value).partition("Run:\n")[2], shell=True, check=True)
     SqliteTarget(f"sqlite:///{folder}/it.db").prepare(table, create=True, evolve="none")
+
+
+def test_a_full_disk_is_named_with_the_cure(tmp_path: Path) -> None:
+    with sqlite3.connect(":memory:") as connection, pytest.raises(sqlite3.OperationalError) as full:
+        connection.executescript("PRAGMA max_page_count = 1; CREATE TABLE rows (id TEXT)")
+    error = SqliteTarget(f"sqlite:///{tmp_path}/it.db").error(exc.OperationalError(None, None, full.value))
+    assert type(error) is SinkError
+    assert str(error).startswith(f"{tmp_path}/it.db: the disk is full. Make room")
