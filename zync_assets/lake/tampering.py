@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -132,8 +133,19 @@ def commits(table: LakeTable) -> str:
     before = [item["version"] for item in history if item["version"] < foreign_commits[0]["version"] and TOKEN in item]
     since = [item for item in foreign_commits if not before or item["version"] > before[0]]
     versions = ", ".join(_commit_text(item) for item in reversed(since))
-    back = f" Restore version {before[0]}." if before else ""
-    return f" Another program committed {versions} to it.{back}"
+    text = f" Another program committed {versions} to it."
+    if not before:
+        return text
+    text += f" Restore version {before[0]}."
+    if any(item.get("operation") == "VACUUM END" and item["version"] > before[0] for item in history):
+        text += (
+            " A VACUUM since may have removed its files: then restore the table from a copy, or begin anew, with other pools and"
+            " other output topics."
+        )
+    if not storage.is_store(table.uri):
+        call = f"DeltaTable({table.uri!r}).restore({before[0]})"
+        text += f" Run:\npython -c {shlex.quote(f'from deltalake import DeltaTable; {call}')}"
+    return text
 
 
 def _commit_text(item: Mapping[str, Any]) -> str:

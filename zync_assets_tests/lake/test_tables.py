@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -193,11 +196,23 @@ def test_nothing_is_committed_onto_files_that_another_program_changed(table: str
 def test_a_table_that_is_restored_to_our_last_version_goes_on(table: str) -> None:
     own = opened(table).version
     DeltaTable(table).delete("kafka.offset = 1")
-    with pytest.raises(TableDamaged, match=f"version 1 .DELETE. to it. Restore version {own}"):
+    with pytest.raises(TableDamaged, match=f"version 1 .DELETE. to it. Restore version {own}") as told:
         commit(opened(table), [file(table, records([3]))], {"n": 4})
-    DeltaTable(table).restore(own)
+    text = str(told.value)
+    assert "VACUUM" not in text
+    subprocess.run([sys.executable, *shlex.split(text.split("Run:\npython ")[1])], check=True)
     commit(opened(table), [file(table, records([3]))], {"n": 4})
     assert rows(table) == [0, 1, 2, 3]
+
+
+def test_a_table_that_another_program_vacuumed_has_another_cure(table: str) -> None:
+    DeltaTable(table).optimize.compact()
+    DeltaTable(table).delete("kafka.offset = 1")
+    DeltaTable(table).vacuum(0, dry_run=False, enforce_retention_duration=False)
+    with pytest.raises(
+        TableDamaged, match=r"A VACUUM since may have removed its files: .* begin anew, with other pools"
+    ):
+        commit(opened(table), [file(table, records([3]))], {"n": 4})
 
 
 def test_commits_of_ours_that_rebase_onto_each_other_change_nothing_that_is_foreign(table: str) -> None:
