@@ -260,6 +260,11 @@ _DISK = (
         "this user may not do that. Give it the right to write",
     ),
     (r"[Ee]rrno 2\] Cannot create directory", "no folder can be made there. Name another folder"),
+    # Hadoop's file system does not say why.
+    (
+        "Mkdirs failed to create",
+        "no folder can be made there: it is read-only, or this user may not write. Give the user the right to write",
+    ),
 )
 
 

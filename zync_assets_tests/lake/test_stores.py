@@ -40,6 +40,9 @@ def test_a_place_where_no_folder_can_be_made_is_named_with_its_cure() -> None:
     text = "[Errno 2] Cannot create directory '/proc/lake'. Detail: [errno 2] No such file or directory"
     refusal = stores.disk_refusal("lake /proc/lake", text)
     assert str(refusal).startswith("lake /proc/lake: no folder can be made there. Name another folder, and run again")
+    text = "[TASK_WRITE_FAILED] Task failed ...\nCaused by: java.io.IOException: Mkdirs failed to create file:/lake/state-0"
+    refusal = stores.disk_refusal("the lake, or Spark's own folder", text)
+    assert "no folder can be made there: it is read-only, or this user may not write." in str(refusal)
 
 
 @pytest.mark.parametrize("lake", ["folder", "bucket"])
