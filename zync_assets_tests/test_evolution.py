@@ -214,6 +214,17 @@ def test_an_input_that_takes_no_change_stops_before_it_and_goes_on_when_it_may(i
     assert [row["value"]["note"] for row in it.raw(it.left)] == [None, "x", "y", None]
 
 
+def test_a_schema_that_does_not_fit_is_never_merged_and_the_error_says_so(it: Mini) -> None:
+    old, new = writer(it, it.left, id="int"), writer(it, it.left, id="string")
+    it.send(it.left, old({"id": 1}), new({"id": "x"}))
+    with pytest.raises(
+        SchemaChanged, match=r"changed value\.id from int to string.* only be put aside.*to a new topic"
+    ):
+        policy(it, "error").ingest(it.left)
+    done = policy(it, "quarantine").ingest(it.left)[it.left]
+    assert (done.records, done.quarantined) == (1, 1)
+
+
 def test_records_of_a_new_schema_are_put_aside_where_the_file_says_so(it: Mini) -> None:
     old = writer(it, it.left, id="int")
     new = writer(it, it.left, id="int", note="string")

@@ -146,12 +146,16 @@ def merge_types(target: pa.DataType | None, writer: pa.DataType, path: str = "va
     return wide
 
 
+KEPT_TYPE = (
+    "A raw column keeps its type: let the connector write the table to a new topic, and read that topic (demo/edits.md, A column"
+    " of another type)"
+)
+"""The cure where a writer's type does not fit into a raw column."""
+
+
 def misfit(error: SchemaError) -> str:
     """The error of a record whose schema ``merge_types`` refuses, with the cure."""
-    return (
-        f"{error}. A raw column keeps its type: let the connector write the table to a new topic, and read that topic"
-        " (demo/edits.md, A column of another type)"
-    )
+    return f"{error}. {KEPT_TYPE}"
 
 
 def wider_type(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:

@@ -25,7 +25,7 @@ from zync_assets.codecs.avro.schema import with_digests
 from zync_assets.codecs.avro.types import arrow_type
 from zync_assets.codecs.batches import BadPayload, DecodedBatch
 from zync_assets.codecs.dispatch import Decoder, make_decoder
-from zync_assets.codecs.evolution import Arrival, differences, is_change, merge_types
+from zync_assets.codecs.evolution import KEPT_TYPE, Arrival, differences, is_change, merge_types
 from zync_assets.codecs.fields import Note, common_note, connect_note_of, optional, with_connect_note, with_lacking
 from zync_assets.errors import SchemaChanged, SchemaError, SchemaUnknown
 from zync_assets.ingest.order import own_orders
@@ -296,21 +296,26 @@ def schema_changes(
     """
     writers: list[WriterSchema] = []
     changes: list[SchemaChange] = []
+    misfits: list[SchemaChange] = []
     for side in _SIDES:
         column = getattr(source, f"{side}_type")
         for new_schema, diff, in_table in _schema_steps(item, _in_order(schemas, side), side, column):
             number, partition, offset = new_schema.schema.schema_id, new_schema.partition, new_schema.offset
             if diff:
                 changes.append(SchemaChange(side, number, partition, offset, diff, in_table))
+                if not _merges(column, new_schema.schema.type):
+                    misfits.append(changes[-1])
             if in_table:
                 writers.append(WriterSchema(side, number, partition, offset, bool(diff), new_schema.schema.digest))
     if changes and item.on_schema_change == "error":
         first = min(changes, key=lambda change: (change.partition, change.offset))
+        cure = "To take it, set on-schema-change: merge for this input (or quarantine, to put its records aside) and run again."
+        if first in misfits:
+            cure = f"Its records can only be put aside, by on-schema-change: quarantine. {KEPT_TYPE}."
         name = "" if first.schema_id is None else f" (id {first.schema_id})"
         raise SchemaChanged(
             f"topic {item.topic}, partition {first.partition}, offset {first.offset}: the writer's schema of the"
-            f" {first.side}{name} is new: {'; '.join(first.diff)}. Nothing of this batch was committed. To take it, set"
-            " on-schema-change: merge for this input (or quarantine, to put its records aside) and run again."
+            f" {first.side}{name} is new: {'; '.join(first.diff)}. Nothing of this batch was committed. {cure}"
         )
     return tuple(writers), tuple(changes)
 
