@@ -21,7 +21,7 @@ from zync_assets.audit.coverage import MONOTONIC, file_problems, log_problems
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import CheckFailed, KafkaError, LakeError, TableDamaged
 from zync_assets.kafka.topics import survey
-from zync_assets.lake import raw, storage
+from zync_assets.lake import raw, storage, stores
 from zync_assets.lake.check_results import (
     Block,
     CheckResult,
@@ -34,7 +34,7 @@ from zync_assets.lake.check_results import (
 )
 from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.parquet_rows import RESTORE, DamagedFile, positions, read_columns
+from zync_assets.lake.parquet_rows import GONE, RESTORE, DamagedFile, positions, read_columns
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
@@ -288,9 +288,13 @@ def refuse_disorder(snapshot: Snapshot, reader: str, ranges: Mapping[str, Sequen
         in_files = (problem for file in files for problem in file_problems(state.table.uri, file))
         for problem in chain(log_problems(state, files), in_files):
             line = " ".join(problem.split()).removesuffix(RESTORE).rstrip(" .")
+            cure = "Restore the file from a copy, or the table to a version from before."
+            if GONE in line:
+                # A version from before has fewer records than were ingested, which is refused.
+                cure = f"Restore the file from a copy, or {stores.ANEW}."
             raise CheckFailed(
-                f"{reader}: table {state.table.uri}: {line}. {outcome} Restore the file from a copy,"
-                f" or the table to a version from before. This shows every problem: {pipeline.command('check')}"
+                f"{reader}: table {state.table.uri}: {line}. {outcome} {cure} This shows every problem:"
+                f" {pipeline.command('check')}"
             )
 
 

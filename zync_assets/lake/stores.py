@@ -249,6 +249,9 @@ def no_answer(text: str) -> LakeUnavailable | None:
     )
 
 
+ANEW = "begin anew, with other pools and other output topics"
+"""The last cure of a table that lost records or its account."""
+
 _DISK = (
     (
         r"No space left|os error 28|[Ee]rrno 28|Disk quota|os error 122|[Ee]rrno 122",
@@ -289,7 +292,7 @@ def missing_file(text: str) -> LakeError | None:
     return LakeError(
         f"{table}file {name} is in the Delta log and can't be read: another program removed or changed it, as a vacuum of"
         " less than a week does. Nothing was committed. Restore the file from a copy, and"
-        " look for others that are missing." + (_STATE_CURE if is_state_file(name) else "")
+        " look for others that are missing." + (_STATE_CURE if is_state_file(name) else f" Without a copy, {ANEW}.")
     )
 
 

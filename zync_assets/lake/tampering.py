@@ -33,7 +33,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from zync_assets.errors import LakeError, TableDamaged
-from zync_assets.lake import log, storage
+from zync_assets.lake import log, storage, stores
 from zync_assets.lake.log import TOKEN, DataFile, LakeTable
 
 MODULUS = 1 << 62
@@ -138,14 +138,16 @@ def commits(table: LakeTable) -> str:
         return text
     text += f" Restore version {before[0]}."
     if any(item.get("operation") == "VACUUM END" and item["version"] > before[0] for item in history):
-        text += (
-            " A VACUUM since may have removed its files: then restore the table from a copy, or begin anew, with other pools and"
-            " other output topics."
-        )
+        text += f" A VACUUM since may have removed its files: then restore the table from a copy, or {stores.ANEW}."
     if not storage.is_store(table.uri):
-        call = f"DeltaTable({table.uri!r}).restore({before[0]})"
-        text += f" Run:\npython -c {shlex.quote(f'from deltalake import DeltaTable; {call}')}"
+        code = f"from deltalake import DeltaTable; DeltaTable({table.uri!r}).restore({before[0]})"
+        text += f" Run:\npython -c {_quoted(code)}"
     return text
+
+
+def _quoted(code: str) -> str:
+    """Python's code as a word of a shell, readable where double quotes do."""
+    return shlex.quote(code) if set(code) & set('"$`\\!') else f'"{code}"'
 
 
 def _commit_text(item: Mapping[str, Any]) -> str:

@@ -206,7 +206,7 @@ def test_a_missing_raw_file_stops_its_pool_alone_and_is_said_with_table_and_cure
     assert result.exit_code == 1
     [said] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert said.startswith(f"error: pool Staging: table {table}: file {file} is in the log and not in the lake.")
-    assert "Restore the file from a copy" in said
+    assert "Restore the file from a copy, or begin anew, with other pools and other output topics." in said
     assert "Traceback" not in result.stderr
 
     (tmp_path / "away").rename(file)
