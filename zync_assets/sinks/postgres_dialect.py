@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import sqlalchemy as sa
 from sqlalchemy import exc
-from sqlalchemy.dialects.postgresql import ARRAY, HSTORE, dialect
+from sqlalchemy.dialects.postgresql import ARRAY, DOMAIN, HSTORE, dialect
 from sqlalchemy.engine import Connection
 
 from zync_assets.codecs.arrays import pc
@@ -138,6 +138,7 @@ def copied_text(column: pa.Array, *, as_json: bool = False) -> pa.Array:
 
 def as_taken(values: pa.Array, existing: SqlType) -> pa.Array:
     """The values for a column of a type that ``PostgresTarget.holds`` takes beside the type of new columns."""
+    existing = existing.data_type if isinstance(existing, DOMAIN) else existing
     if isinstance(existing, sa.Numeric) and pa.types.is_string(values.type):
         return _mapped_texts(values, _digits)
     if isinstance(existing, HSTORE) and pa.types.is_string(values.type):

@@ -177,7 +177,8 @@ def test_debezium_values_go_into_the_types_that_they_come_from(server: Postgres,
     server.run(
         database,
         "CREATE EXTENSION hstore",
-        "CREATE TABLE rows (id bigint PRIMARY KEY, digits numeric, struct numeric, span tsrange, pairs hstore,"
+        "CREATE DOMAIN amount AS numeric",
+        "CREATE TABLE rows (id bigint PRIMARY KEY, digits numeric, struct amount, span tsrange, pairs hstore,"
         " times timestamptz[], words tsquery)",
     )
     struct = pa.struct([("scale", pa.int32()), ("value", pa.binary())])
