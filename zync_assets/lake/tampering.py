@@ -141,7 +141,7 @@ def commits(table: LakeTable) -> str:
         text += f" A VACUUM since may have removed its files: then restore the table from a copy, or {stores.ANEW}."
     if not storage.is_store(table.uri):
         code = f"from deltalake import DeltaTable; DeltaTable({table.uri!r}).restore({before[0]})"
-        text += f" Run:\npython -c {_quoted(code)}"
+        text += f" Run: python -c {_quoted(code)}"
     return text
 
 

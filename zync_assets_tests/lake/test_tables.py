@@ -200,7 +200,7 @@ def test_a_table_that_is_restored_to_our_last_version_goes_on(table: str) -> Non
         commit(opened(table), [file(table, records([3]))], {"n": 4})
     text = str(told.value)
     assert "VACUUM" not in text
-    subprocess.run([sys.executable, *shlex.split(text.split("Run:\npython ")[1])], check=True)
+    subprocess.run([sys.executable, *shlex.split(text.split("Run: python ")[1])], check=True)
     commit(opened(table), [file(table, records([3]))], {"n": 4})
     assert rows(table) == [0, 1, 2, 3]
 
