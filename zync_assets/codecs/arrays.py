@@ -2,9 +2,9 @@
 
 ``pc`` is ``pyarrow.compute``. pyarrow creates its functions at import, so that a type checker knows none of them.
 
-``pays`` and ``ready`` say when loops compiled by numba replace the loops of numpy and of the Kafka client. A process takes half
-a second to load numba and its compiled loops. A million records save that time. A process therefore starts without numba, and a
-process with few records never loads it.
+``pays`` and ``ready`` say when loops compiled by numba replace the loops of numpy and of the Kafka client, and pyarrow's JSON
+reader. A process takes half a second to load numba and its compiled loops. A million records save that time. A process therefore
+starts without numba, and a process with few records never loads it.
 
 Python has no time before the year 1 or after the year 9999. ``python_rows`` gives such a time as text.
 """

@@ -199,8 +199,7 @@ class SqlTarget(Target):
     def prepare(self, spec: TableSpec, *, create: bool, evolve: Evolve) -> None:
         with self.connection() as connection:
             self.create_book(connection)
-            name, schema = named(spec)
-            if not sa.inspect(connection).has_table(name, schema):
+            if not sa.inspect(connection).has_table(*named(spec)):
                 table = self.new_table(spec)
                 refuse_creation(connection, spec.name, table, create=create)
                 table.create(connection)

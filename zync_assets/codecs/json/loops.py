@@ -38,6 +38,12 @@ _NodeLongs, _NodeStates = types.int64[:, ::1], types.uint8[:, ::1]
 _ONE = np.uintp(1)
 """No place is negative: numba need not look, where places and steps are unsigned."""
 
+_QUOTE, _BACKSLASH, _COMMA, _COLON, _MINUS, _POINT, _ZERO, _NINE = tuple(b'"\\,:-.09')
+_OBJECT, _OBJECT_END, _LIST, _LIST_END, _N, _T, _F, _U = tuple(b"{}[]ntfu")
+"""Characters. The last four begin ``null``, ``true``, ``false``, and a character's number after a backslash."""
+_ESCAPES = tuple(b'"\\/bfnrt')
+"""The characters after a backslash, but for a character's number."""
+
 _FIRST, _KEY, _ITEM, _AFTER = range(4)
 """The places in a text: after an opening bracket, at a key, at a value, after a value."""
 
@@ -66,21 +72,21 @@ def _string(data: Any, at: int, end: int) -> tuple[int, int]:
     length = 0
     while at < end:
         byte = data[at]
-        if byte == 34:
+        if byte == _QUOTE:
             return at, length
         if byte < 32:
             break
-        if byte != 92:
+        if byte != _BACKSLASH:
             at, length = at + 1, length + 1
             continue
         if at + 1 >= end:
             break
         byte = data[at + 1]
-        if byte == 117:
+        if byte == _U:
             code = _hex(data, at + 2) if at + 6 <= end else -1
             at += 6
             if 0xD800 <= code < 0xDC00:
-                pair = at + 6 <= end and data[at] == 92 and data[at + 1] == 117
+                pair = at + 6 <= end and data[at] == _BACKSLASH and data[at + 1] == _U
                 low = _hex(data, at + 2) if pair else -1
                 if not 0xDC00 <= low < 0xE000:
                     break
@@ -89,16 +95,7 @@ def _string(data: Any, at: int, end: int) -> tuple[int, int]:
                 break
             else:
                 length += 1 if code < 0x80 else 2 if code < 0x800 else 3
-        elif (
-            byte == 34
-            or byte == 92
-            or byte == 47
-            or byte == 98
-            or byte == 102
-            or byte == 110
-            or byte == 114
-            or byte == 116
-        ):
+        elif byte in _ESCAPES:
             at, length = at + 2, length + 1
         else:
             break
@@ -110,11 +107,11 @@ def _number(data: Any, at: int, end: int) -> tuple[int, int, int, int]:
     """The place after a number, its digits as an integer, the digits of its fraction (-1: none, -2: the number has an exponent
     or too many digits), and its sign. The place is -1 if the number is odd."""
     sign, digits, count, places, large = 1, np.int64(0), 0, -1, False
-    if data[at] == 45:
+    if data[at] == _MINUS:
         sign, at = -1, at + 1
     first = at
-    while at < end and 48 <= data[at] <= 57:
-        digit = np.int64(data[at]) - 48
+    while at < end and _ZERO <= data[at] <= _NINE:
+        digit = np.int64(data[at]) - _ZERO
         large = (
             large
             or count > 18
@@ -122,13 +119,13 @@ def _number(data: Any, at: int, end: int) -> tuple[int, int, int, int]:
         )
         digits = digits if large else digits * 10 + digit
         at, count = at + 1, count + 1
-    if count == 0 or (count > 1 and data[first] == 48):
+    if count == 0 or (count > 1 and data[first] == _ZERO):
         return -1, 0, 0, 0
-    if at < end and data[at] == 46:
+    if at < end and data[at] == _POINT:
         at, places = at + 1, 0
-        while at < end and 48 <= data[at] <= 57:
+        while at < end and _ZERO <= data[at] <= _NINE:
             large = large or count >= _DIGITS
-            digits = digits if large else digits * 10 + (np.int64(data[at]) - 48)
+            digits = digits if large else digits * 10 + (np.int64(data[at]) - _ZERO)
             at, count, places = at + 1, count + 1, places + 1
         if places == 0:
             return -1, 0, 0, 0
@@ -138,10 +135,10 @@ def _number(data: Any, at: int, end: int) -> tuple[int, int, int, int]:
         places = -2
     if at < end and (data[at] == 101 or data[at] == 69):
         at, places = at + 1, -2
-        if at < end and (data[at] == 43 or data[at] == 45):
+        if at < end and (data[at] == 43 or data[at] == _MINUS):
             at += 1
         first = at
-        while at < end and 48 <= data[at] <= 57:
+        while at < end and _ZERO <= data[at] <= _NINE:
             at += 1
         # A longer exponent has no meaning in a decimal of Python.
         if not 0 < at - first <= 4:
@@ -153,9 +150,9 @@ def _number(data: Any, at: int, end: int) -> tuple[int, int, int, int]:
 def _is_word(data: Any, at: int) -> bool:
     """Whether ``null``, ``true`` or ``false`` begins at a place with the word's first letter."""
     first, second, third, fourth = data[at], data[at + 1], data[at + 2], data[at + 3]
-    if first == 110:
+    if first == _N:
         return second == 117 and third == 108 and fourth == 108
-    if first == 116:
+    if first == _T:
         return second == 114 and third == 117 and fourth == 101
     return second == 97 and third == 108 and fourth == 115 and data[at + 4] == 101
 
@@ -214,21 +211,21 @@ def scan_texts(
             if place == _AFTER:
                 if depth == 0:
                     break
-                if byte == 44:
+                if byte == _COMMA:
                     at += _ONE
                     place, target = (_ITEM, -1) if arrays[depth] else (_KEY, -1)
                     continue
-                if byte != (93 if arrays[depth] else 125):
+                if byte != (_LIST_END if arrays[depth] else _OBJECT_END):
                     break
                 at, depth = at + _ONE, depth - 1
                 continue
             if place == _FIRST:
-                if byte == (93 if arrays[depth] else 125):
+                if byte == (_LIST_END if arrays[depth] else _OBJECT_END):
                     at, depth, place = at + _ONE, depth - 1, _AFTER
                     continue
                 place, target = (_ITEM, -1) if arrays[depth] else (_KEY, -1)
             if place == _KEY:
-                if byte != 34:
+                if byte != _QUOTE:
                     break
                 at += _ONE
                 node, close = nodes[depth], at
@@ -238,13 +235,13 @@ def scan_texts(
                     name, name_end = np.uintp(name_ends[guess]), np.uintp(name_ends[guess + 1])
                     while close < end and name < name_end and data[close] == names[name]:
                         close, name = close + _ONE, name + _ONE
-                    target = guess if name == name_end and close < end and data[close] == 34 else -1
+                    target = guess if name == name_end and close < end and data[close] == _QUOTE else -1
                 if target < 0:
                     close = at
-                    while close < end and data[close] != 34 and data[close] != 92 and data[close] >= 32:
+                    while close < end and data[close] != _QUOTE and data[close] != _BACKSLASH and data[close] >= 32:
                         close += _ONE
                     # A name with an escaped character is odd.
-                    if close >= end or data[close] != 34:
+                    if close >= end or data[close] != _QUOTE:
                         break
                     if node >= 0:
                         target = _child(data, at, close, names, name_ends, firsts[node], counts[node])
@@ -255,31 +252,31 @@ def scan_texts(
                 at = close + _ONE
                 while at < end and (data[at] == 32 or data[at] == 10 or data[at] == 13 or data[at] == 9):
                     at += _ONE
-                if at >= end or data[at] != 58:
+                if at >= end or data[at] != _COLON:
                     break
                 at, place = at + _ONE, _ITEM
                 continue
             kind = kinds[target] if target >= 0 else STRUCT
-            if byte == 123 or byte == 91:
-                if depth == _DEPTH or (target >= 0 and (byte == 91 or kind != STRUCT)):
+            if byte in (_OBJECT, _LIST):
+                if depth == _DEPTH or (target >= 0 and (byte == _LIST or kind != STRUCT)):
                     break
                 depth += 1
-                nodes[depth], guesses[depth], arrays[depth] = target, 0, byte == 91
+                nodes[depth], guesses[depth], arrays[depth] = target, 0, byte == _LIST
                 if target >= 0:
                     states[target, text] = VALUE
                 at, place = at + _ONE, _FIRST
                 continue
             if depth == 0:
                 break  # no object
-            if byte == 34:
+            if byte == _QUOTE:
                 at += _ONE
                 close = at
-                while close < end and data[close] != 34 and data[close] != 92 and data[close] >= 32:
+                while close < end and data[close] != _QUOTE and data[close] != _BACKSLASH and data[close] >= 32:
                     close += _ONE
                 if close >= end or (target >= 0 and kind != STRING and kind != DECIMAL):
                     break
                 length, state = np.int64(close - at), VALUE
-                if data[close] != 34:
+                if data[close] != _QUOTE:
                     after, length = _string(data, np.int64(at), np.int64(end))
                     if after < 0:
                         break
@@ -294,14 +291,14 @@ def scan_texts(
                 elif target >= 0:
                     states[target, text], starts[target, text], lengths[target, text] = state, at, length
                 at = close + _ONE
-            elif byte == 110 or byte == 116 or byte == 102:
-                word_end = at + np.uintp(5 if byte == 102 else 4)
-                if word_end > end or not _is_word(data, np.int64(at)) or (target >= 0 and byte != 110 and kind != BOOL):
+            elif byte in (_N, _T, _F):
+                word_end = at + np.uintp(5 if byte == _F else 4)
+                if word_end > end or not _is_word(data, np.int64(at)) or (target >= 0 and byte != _N and kind != BOOL):
                     break
                 if target >= 0:
-                    states[target, text], numbers[target, text] = NULL if byte == 110 else VALUE, byte == 116
+                    states[target, text], numbers[target, text] = NULL if byte == _N else VALUE, byte == _T
                 at = word_end
-            elif byte == 45 or 48 <= byte <= 57:
+            elif byte == _MINUS or _ZERO <= byte <= _NINE:
                 after, digits, places, sign = _number(data, np.int64(at), np.int64(end))
                 if after < 0:
                     break
@@ -346,12 +343,12 @@ def copy_strings(data: Any, states: Any, starts: Any, lengths: Any, ends: Any, c
             continue
         while place < end:
             byte = data[at]
-            if byte != 92:
+            if byte != _BACKSLASH:
                 content[place] = byte
                 at, place = at + _ONE, place + _ONE
                 continue
             byte = data[at + _ONE]
-            if byte != 117:
+            if byte != _U:
                 escape = 8 if byte == 98 else 12 if byte == 102 else 10 if byte == 110 else 13 if byte == 114 else byte
                 content[place] = 9 if byte == 116 else escape
                 at, place = at + np.uintp(2), place + _ONE
