@@ -14,7 +14,7 @@ from numba import njit, types
 # pyright: reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportReturnType=false
 
-STRUCT, INT, FLOAT, BOOL, STRING, DECIMAL = range(6)
+STRUCT, INT, FLOAT, BOOL, STRING, DECIMAL, UNKNOWN = range(7)
 """The kinds of a node."""
 ABSENT, VALUE, NULL, TEXT, ESCAPED = range(5)
 """The states of a node in a text. TEXT: a number that the loop leaves to Arrow, which rounds correctly.
@@ -33,7 +33,6 @@ _DIGITS = 18
 
 _Bytes = types.Array(types.uint8, 1, "C", readonly=True)
 _Longs, _Small, _Flags = types.int64[::1], types.uint8[::1], types.boolean[::1]
-_NodeLongs, _NodeStates = types.int64[:, ::1], types.uint8[:, ::1]
 
 _ONE = np.uintp(1)
 """No place is negative: numba need not look, where places and steps are unsigned."""
@@ -43,6 +42,8 @@ _OBJECT, _OBJECT_END, _LIST, _LIST_END, _N, _T, _F, _U = tuple(b"{}[]ntfu")
 """Characters. The last four begin ``null``, ``true``, ``false``, and a character's number after a backslash."""
 _ESCAPES = tuple(b'"\\/bfnrt')
 """The characters after a backslash, but for a character's number."""
+_STOPS = np.array([byte < 32 or byte in b'"\\' for byte in range(256)])
+"""The characters at which a string is no longer plain."""
 
 _FIRST, _KEY, _ITEM, _AFTER = range(4)
 """The places in a text: after an opening bracket, at a key, at a value, after a value."""
@@ -171,74 +172,66 @@ def _child(data: Any, start: Any, end: Any, names: Any, name_ends: Any, first: i
     return -1
 
 
-@njit(
-    types.void(
-        _Bytes, _Longs, _Small, _Longs, _Longs, _Bytes, _Longs, _Longs, _Longs, _Longs,
-        _NodeLongs, _NodeLongs, _NodeLongs, _NodeStates, _Flags,
-    ),
-    cache=True,
-    nogil=True,
-)  # fmt: skip
+@njit(types.void(_Bytes, _Longs, _Small, *[_Longs] * 2, _Bytes, *[_Longs] * 6, _Small, _Flags), cache=True, nogil=True)
 def scan_texts(
     data: Any, bounds: Any, kinds: Any, firsts: Any, counts: Any, names: Any, name_ends: Any, least: Any, most: Any, scales: Any,
-    numbers: Any, starts: Any, lengths: Any, states: Any, odd: Any,
+    numbers: Any, lengths: Any, states: Any, odd: Any,
 ) -> None:  # fmt: skip
     """Reads the texts ``data[bounds[i]:bounds[i + 1]]``. Node 0 is the whole text.
 
     ``kinds``, ``firsts``, ``counts``: of each node: its kind, its first child and the number of its children; ``name_ends``: the
     bounds of its name in ``names``; ``least``, ``most``: of its integers, of a decimal without its point; ``scales``: of its
-    decimals, at most 18. The results are by node and text: ``states``; ``numbers``: an integer, a boolean, a decimal without its
-    point, or the bits of a double; ``starts``: of a string or a number's text in ``data``;
-    ``lengths``: of the string in UTF-8, or of the number's text. ``odd``: by text.
+    decimals, at most 18. ``odd``: by text. The other results are by node, and then by text:
+
+    ``states``; ``numbers``: an integer, a boolean, a decimal without its point, the bits of a double, or the place of a string or
+    of a number's text in ``data``; ``lengths``: of the string in UTF-8, or of the number's text.
     """
-    nodes = np.zeros(_DEPTH + 1, np.int64)
-    guesses = np.zeros(_DEPTH + 1, np.int64)
-    arrays = np.zeros(_DEPTH + 1, np.bool_)
+    nodes, guesses, lists = np.zeros(_DEPTH, np.int64), np.zeros(_DEPTH, np.int64), np.zeros(_DEPTH, np.bool_)
     powers, tens = 10.0 ** np.arange(_DIGITS + 1), 10 ** np.arange(_DIGITS + 1)
     real = np.zeros(1, np.float64)
     bits = real.view(np.int64)
-    for text in range(len(bounds) - 1):
+    count = np.uintp(len(odd))
+    for text in range(len(odd)):
         at, end = np.uintp(bounds[text]), np.uintp(bounds[text + 1])
-        depth, place, target, good = 0, _ITEM, 0, False
+        place, target, cell, good = _ITEM, 0, np.uintp(text), False
+        # The open bracket: its node (-1: unknown), its child to expect, whether it is a list.
+        depth, node, guess, in_list = 0, -1, 0, False
         while True:
-            while at < end and (data[at] == 32 or data[at] == 10 or data[at] == 13 or data[at] == 9):
+            while at < end and data[at] <= 32 and (data[at] == 32 or data[at] == 10 or data[at] == 13 or data[at] == 9):
                 at += _ONE
             if at >= end:
                 # The text ends well after its only value.
                 good = depth == 0 and place == _AFTER
                 break
             byte = data[at]
-            if place == _AFTER:
+            if place in (_AFTER, _FIRST):
                 if depth == 0:
                     break
-                if byte == _COMMA:
-                    at += _ONE
-                    place, target = (_ITEM, -1) if arrays[depth] else (_KEY, -1)
-                    continue
-                if byte != (_LIST_END if arrays[depth] else _OBJECT_END):
-                    break
-                at, depth = at + _ONE, depth - 1
-                continue
-            if place == _FIRST:
-                if byte == (_LIST_END if arrays[depth] else _OBJECT_END):
+                if byte == (_LIST_END if in_list else _OBJECT_END):
                     at, depth, place = at + _ONE, depth - 1, _AFTER
+                    node, guess, in_list = nodes[depth], guesses[depth], lists[depth]
                     continue
-                place, target = (_ITEM, -1) if arrays[depth] else (_KEY, -1)
+                if place == _AFTER:
+                    if byte != _COMMA:
+                        break
+                    at += _ONE
+                place, target = _ITEM if in_list else _KEY, -1
+                continue
             if place == _KEY:
                 if byte != _QUOTE:
                     break
                 at += _ONE
-                node, close = nodes[depth], at
+                close = at
                 if node >= 0:
                     # Most texts have their fields in one order.
-                    guess = firsts[node] + guesses[depth] % counts[node]
-                    name, name_end = np.uintp(name_ends[guess]), np.uintp(name_ends[guess + 1])
+                    child = firsts[node] + (guess if guess < counts[node] else 0)
+                    name, name_end = np.uintp(name_ends[child]), np.uintp(name_ends[child + 1])
                     while close < end and name < name_end and data[close] == names[name]:
                         close, name = close + _ONE, name + _ONE
-                    target = guess if name == name_end and close < end and data[close] == _QUOTE else -1
+                    target = child if name == name_end and close < end and data[close] == _QUOTE else -1
                 if target < 0:
                     close = at
-                    while close < end and data[close] != _QUOTE and data[close] != _BACKSLASH and data[close] >= 32:
+                    while close < end and not _STOPS[data[close]]:
                         close += _ONE
                     # A name with an escaped character is odd.
                     if close >= end or data[close] != _QUOTE:
@@ -246,34 +239,38 @@ def scan_texts(
                     if node >= 0:
                         target = _child(data, at, close, names, name_ends, firsts[node], counts[node])
                 if target >= 0:
-                    guesses[depth] = target - firsts[node] + 1
-                    if states[target, text] != ABSENT:
+                    guess, cell = target - firsts[node] + 1, np.uintp(target) * count + np.uintp(text)
+                    if states[cell] != ABSENT:
                         break  # the field comes twice
                 at = close + _ONE
-                while at < end and (data[at] == 32 or data[at] == 10 or data[at] == 13 or data[at] == 9):
+                while (
+                    at < end
+                    and data[at] <= 32
+                    and (data[at] == 32 or data[at] == 10 or data[at] == 13 or data[at] == 9)
+                ):
                     at += _ONE
                 if at >= end or data[at] != _COLON:
                     break
                 at, place = at + _ONE, _ITEM
                 continue
-            kind = kinds[target] if target >= 0 else STRUCT
+            kind = kinds[target] if target >= 0 else UNKNOWN
             if byte in (_OBJECT, _LIST):
-                if depth == _DEPTH or (target >= 0 and (byte == _LIST or kind != STRUCT)):
+                if depth == _DEPTH or (kind != UNKNOWN and (byte == _LIST or kind != STRUCT)):
                     break
-                depth += 1
-                nodes[depth], guesses[depth], arrays[depth] = target, 0, byte == _LIST
-                if target >= 0:
-                    states[target, text] = VALUE
-                at, place = at + _ONE, _FIRST
+                if kind == STRUCT:
+                    states[cell] = VALUE
+                nodes[depth], guesses[depth], lists[depth] = node, guess, in_list
+                at, depth, place = at + _ONE, depth + 1, _FIRST
+                node, guess, in_list = target, 0, byte == _LIST
                 continue
             if depth == 0:
                 break  # no object
             if byte == _QUOTE:
                 at += _ONE
                 close = at
-                while close < end and data[close] != _QUOTE and data[close] != _BACKSLASH and data[close] >= 32:
+                while close < end and not _STOPS[data[close]]:
                     close += _ONE
-                if close >= end or (target >= 0 and kind != STRING and kind != DECIMAL):
+                if close >= end:
                     break
                 length, state = np.int64(close - at), VALUE
                 if data[close] != _QUOTE:
@@ -281,55 +278,55 @@ def scan_texts(
                     if after < 0:
                         break
                     close, state = np.uintp(after), ESCAPED
-                if kind == DECIMAL:
+                if kind == STRING:
+                    states[cell], numbers[cell], lengths[cell] = state, at, length
+                elif kind == DECIMAL:
                     # A decimal may stand in quotes.
                     after, digits, places, sign = _number(data, np.int64(at), np.int64(close))
                     missing = scales[target] - max(places, 0)
                     if after != close or places == -2 or missing < 0 or digits > most[target] // tens[missing]:
                         break
-                    states[target, text], numbers[target, text] = VALUE, sign * digits * tens[missing]
-                elif target >= 0:
-                    states[target, text], starts[target, text], lengths[target, text] = state, at, length
+                    states[cell], numbers[cell] = VALUE, sign * digits * tens[missing]
+                elif kind != UNKNOWN:
+                    break
                 at = close + _ONE
             elif byte in (_N, _T, _F):
                 word_end = at + np.uintp(5 if byte == _F else 4)
-                if word_end > end or not _is_word(data, np.int64(at)) or (target >= 0 and byte != _N and kind != BOOL):
+                if word_end > end or not _is_word(data, np.int64(at)):
                     break
-                if target >= 0:
-                    states[target, text], numbers[target, text] = NULL if byte == _N else VALUE, byte == _T
+                if kind != UNKNOWN:
+                    if byte != _N and kind != BOOL:
+                        break
+                    states[cell], numbers[cell] = NULL if byte == _N else VALUE, byte == _T
                 at = word_end
             elif byte == _MINUS or _ZERO <= byte <= _NINE:
                 after, digits, places, sign = _number(data, np.int64(at), np.int64(end))
                 if after < 0:
                     break
-                if target >= 0:
-                    if kind == INT:
-                        number = digits * sign
-                        if places != -1 or number < least[target] or number > most[target]:
-                            break
-                        states[target, text], numbers[target, text] = VALUE, number
-                    elif kind == FLOAT:
-                        if places == -2 or digits >= _EXACT:
-                            states[target, text], starts[target, text] = TEXT, at
-                            lengths[target, text] = after - np.int64(at)
-                        else:
-                            real[0] = sign * np.float64(digits) / powers[max(places, 0)]
-                            states[target, text], numbers[target, text] = VALUE, bits[0]
-                    elif kind == DECIMAL:
-                        missing = scales[target] - max(places, 0)
-                        if places == -2 or missing < 0 or digits > most[target] // tens[missing]:
-                            break
-                        states[target, text], numbers[target, text] = VALUE, sign * digits * tens[missing]
-                    else:
+                if kind == INT:
+                    number = digits * sign
+                    if places != -1 or number < least[target] or number > most[target]:
                         break
+                    states[cell], numbers[cell] = VALUE, number
+                elif kind == FLOAT and (places == -2 or digits >= _EXACT):
+                    states[cell], numbers[cell], lengths[cell] = TEXT, at, after - np.int64(at)
+                elif kind == FLOAT:
+                    real[0] = sign * np.float64(digits) / powers[max(places, 0)]
+                    states[cell], numbers[cell] = VALUE, bits[0]
+                elif kind == DECIMAL:
+                    missing = scales[target] - max(places, 0)
+                    if places == -2 or missing < 0 or digits > most[target] // tens[missing]:
+                        break
+                    states[cell], numbers[cell] = VALUE, sign * digits * tens[missing]
+                elif kind != UNKNOWN:
+                    break
                 at = np.uintp(after)
             else:
                 break
             place = _AFTER
         if not good:
             odd[text] = True
-            for node in range(len(kinds)):
-                states[node, text] = ABSENT
+            states[text :: len(odd)] = ABSENT
 
 
 @njit(types.void(_Bytes, _Small, _Longs, _Longs, types.int32[::1], _Small), cache=True, nogil=True)

@@ -60,10 +60,10 @@ def scan(type: pa.DataType, payloads: pa.Array) -> tuple[pa.Array, Mask] | None:
     _, ends, data = payloads.buffers()
     letters = np.frombuffer(data or b"", np.uint8)
     bounds = np.frombuffer(ends, np.int32)[payloads.offset : payloads.offset + count + 1].astype(np.int64)
-    values, starts, lengths = (np.zeros((places, count), np.int64) for _ in range(3))
+    values, lengths = (np.zeros((places, count), np.int64) for _ in range(2))
     states, odd = np.zeros((places, count), np.uint8), np.zeros(count, np.bool_)
     about = nodes.kinds, nodes.firsts, nodes.counts, nodes.names, nodes.name_ends, nodes.least, nodes.most, nodes.scales
-    loops.scan_texts(letters, bounds, *about, values, starts, lengths, states, odd)
+    loops.scan_texts(letters, bounds, *about, values.ravel(), lengths.ravel(), states.ravel(), odd)
     odd |= payloads.is_null().to_numpy(zero_copy_only=False)
 
     def strings(node: int, has_text: Mask) -> pa.Array:
@@ -72,7 +72,7 @@ def scan(type: pa.DataType, payloads: pa.Array) -> tuple[pa.Array, Mask] | None:
         text_ends = np.zeros(count + 1, np.int32)
         np.cumsum(node_lengths, out=text_ends[1:])
         content = np.empty(int(text_ends[-1]), np.uint8)
-        loops.copy_strings(letters, states[node], starts[node], node_lengths, text_ends, content)
+        loops.copy_strings(letters, states[node], values[node], node_lengths, text_ends, content)
         buffers = [validity_buffer(has_text), pa.py_buffer(text_ends), pa.py_buffer(content)]
         return pa.Array.from_buffers(pa.string(), count, buffers)
 
