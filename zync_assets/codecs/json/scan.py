@@ -20,6 +20,8 @@ _STRUCT, _INT, _FLOAT, _BOOL, _STRING, _DECIMAL = range(6)
 """The kinds of ``loops``."""
 _VALUE, _TEXT, _ESCAPED = 1, 3, 4
 """The states of ``loops`` with a value."""
+MOST_CELLS = 4_000_000
+"""Values of texts that are read together. Each takes 17 bytes, also where a text lacks the field."""
 _DIGITS = 18
 """The digits of a decimal that ``loops`` reads, and of its scale."""
 
@@ -54,6 +56,13 @@ def scan(type: pa.DataType, payloads: pa.Array) -> tuple[pa.Array, Mask] | None:
         payloads.cast(pa.string())
     except ValueError:
         return None  # not UTF-8
+    size = max(1, MOST_CELLS // len(nodes.types))
+    parts = [_scan(nodes, payloads.slice(at, size)) for at in range(0, max(1, len(payloads)), size)]
+    return pa.concat_arrays([array for array, _ in parts]), np.concatenate([odd for _, odd in parts])
+
+
+def _scan(nodes: _Nodes, payloads: pa.Array) -> tuple[pa.Array, Mask]:
+    """As ``scan``, for a few UTF-8 texts."""
     from zync_assets.codecs.json import loops
 
     count, places = len(payloads), len(nodes.types)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zync_assets.codecs.json import scan as scanner
 from zync_assets.codecs.json.scan import scan
 
 ROW = pa.struct([("id", pa.int64()), ("name", pa.string()), ("price", pa.decimal128(9, 2)), ("rate", pa.float64())])
@@ -108,3 +109,12 @@ def test_texts_that_are_not_utf_8_are_left_to_another_reader_and_a_null_is_odd()
     assert found is not None
     assert found[1].tolist() == [True, False]
     assert found[0].to_pylist()[1] == {"f": "b"}
+
+
+def test_many_texts_of_a_wide_type_are_read_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scanner, "MOST_CELLS", 7)
+    kind = pa.struct([("f", pa.int32()), ("g", pa.string())])
+    texts = [f'{{"f":{number},"g":"{"é" * number}"}}' if number % 3 else "{" for number in range(10)]
+    values, odd = read(kind, *texts)
+    assert odd == [number % 3 == 0 for number in range(10)]
+    assert values == [{"f": number, "g": "é" * number} if number % 3 else None for number in range(10)]
