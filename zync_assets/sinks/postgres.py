@@ -44,7 +44,7 @@ from zync_assets.errors import SinkError, TableLocked, TargetRefused, TargetUnav
 from zync_assets.pipeline import Evolve
 from zync_assets.sinks.postgres_dialect import (
     as_source,
-    as_taken,
+    column_values,
     copied_text,
     is_local_times,
     is_plain,
@@ -257,7 +257,7 @@ class PostgresTarget(SqlTarget):
             # One COPY for all rows: the server reads a batch while the next one is made.
             with _dbapi_errors(connection), driver.cursor() as cursor, cursor.copy(statement) as copy:
                 for batch in chain((first_batch,), rows):
-                    values = [as_taken(batch.column(name), table.c[name].type) for name in names]
+                    values = [column_values(batch.column(name), table.c[name].type) for name in names]
                     texts = [
                         copied_text(part, as_json=name in json_names) for name, part in zip(names, values, strict=True)
                     ]

@@ -136,7 +136,7 @@ def copied_text(column: pa.Array, *, as_json: bool = False) -> pa.Array:
     return column.cast(pa.string())
 
 
-def as_taken(values: pa.Array, existing: SqlType) -> pa.Array:
+def column_values(values: pa.Array, existing: SqlType) -> pa.Array:
     """The values for a column of a type that ``PostgresTarget.holds`` takes beside the type of new columns."""
     existing = existing.data_type if isinstance(existing, DOMAIN) else existing
     if isinstance(existing, sa.Numeric) and pa.types.is_string(values.type):
