@@ -247,6 +247,7 @@ def records_in_quarantine(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no JSON" in shop.paste(said)
     assert "no JSON" in shop.paste(other)
     shop.zync("etl")
+    assert "0 replayed, 1 left" in shop.paste(shop.zync("check"), code=1)
     shop.zync("quarantine drop", "--all")
 
 
@@ -324,10 +325,13 @@ def views(shop: Shop) -> None:
     shop.paste(shop.zync("trace", f"{it.out}.rows", "0"))
     shop.paste(said)
     shop.zync("etl")
+    shop.zync("quarantine drop", "--all")
     shop.zync("check", "--state")
     files = Path(it.lake, "Views").glob("*/state-*/**/*.parquet")
     change_a_row(max(files, key=lambda item: item.stat().st_mtime))
     shop.paste(shop.zync("check", "--state", code=1))
+    # A rebuild computes the account again. Records that can't be decoded are in quarantine then.
+    shop.zync("quarantine drop", "--all")
     shop.zync("check", "--state")
     for file in Path(it.lake, "Views").glob("*/state-*/**/*.parquet"):
         file.unlink()

@@ -27,6 +27,7 @@ from zync_assets.cli.terminal import (
 from zync_assets.codecs.arrays import python_rows
 from zync_assets.errors import ZyncError
 from zync_assets.lake import raw, staging
+from zync_assets.lake.check_results import count_text
 from zync_assets.lake.parquet_rows import rows_at
 from zync_assets.lake.quarantine_table import QuarantinedRecord, Selection, entries, quarantined_records
 from zync_assets.lake.snapshot import Snapshot
@@ -162,7 +163,8 @@ def replay(
         click.echo(f"{place_text(topic, partition, offset)} stays: {reason}", err=True)
     if len(reason_by_place) > REASONS:
         command = model.command("quarantine list")
-        click.echo(f"{len(reason_by_place) - REASONS} others stay. This shows them: {command}", err=True)
+        others = count_text(len(reason_by_place) - REASONS, "more record")
+        click.echo(f"{others} in quarantine. This shows them all: {command}", err=True)
     replayed_places = places - reason_by_place.keys()
     _say({"replayed": len(replayed_places) + count, "left": len(reason_by_place) + len(refusals)}, fmt)
     if late := sorted(
