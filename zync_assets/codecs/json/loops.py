@@ -27,9 +27,9 @@ _MOST_DIGITS = 400
 _MOST = 2**63 - 1
 """The greatest integer."""
 _EXACT = 10**15
-"""A double holds each integer below it. Divided by a power of ten that a double holds too, the integer is rounded once."""
+"""A double is exact for each smaller integer. The quotient of the integer and a power of ten is then rounded once."""
 _DIGITS = 18
-"""Each integer of so many digits has 64 bits."""
+"""An integer of 64 bits holds each number of so many digits."""
 
 _Bytes = types.Array(types.uint8, 1, "C", readonly=True)
 _Longs, _Small, _Flags = types.int64[::1], types.uint8[::1], types.boolean[::1]

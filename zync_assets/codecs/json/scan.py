@@ -1,8 +1,11 @@
 """JSON texts to a struct of plain values, by one compiled pass over the texts (``loops``).
 
 A scan reads a number, a text or a boolean where the type has this kind of value, in any order of the fields. It checks the whole
-text, unknown fields too. A text is odd, and left to another reader, if it is no JSON object, has a field twice, a value of
-another kind, an integer that does not fit, half a surrogate, or a name with an escaped character.
+text, unknown fields too. Another reader reads an odd text. A text is odd if it:
+
+- is no JSON object, or has a field twice
+- has a value of another kind, or an integer that does not fit
+- has half a surrogate, or a name with an escaped character
 """
 
 from __future__ import annotations

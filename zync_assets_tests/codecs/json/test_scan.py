@@ -1,5 +1,7 @@
-"""The scan of JSON texts reads plain texts itself, and leaves the others to another reader. ``test_columns`` compares the values
-with those of texts one by one."""
+"""The scan of JSON texts reads plain texts itself, and leaves the others to another reader.
+
+``test_columns`` compares the scan's values with the values of a reader that takes one text after the other.
+"""
 
 from __future__ import annotations
 
