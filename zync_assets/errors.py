@@ -389,7 +389,8 @@ class TargetRefused(SinkError):
 
 
 class TableUnfit(SinkError):
-    """A table of the target can't hold the records of its source. The message has the DDL that makes it fit, if there is any.
+    """A table of the target can't hold the records of its source. The message has the DDL that makes the table
+    fit, if such DDL exists.
 
     ``missing``: the columns that the table lacks.
 

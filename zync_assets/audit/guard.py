@@ -34,7 +34,7 @@ from zync_assets.lake.check_results import (
 )
 from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.parquet_rows import GONE, RESTORE, DamagedFile, positions, read_columns
+from zync_assets.lake.parquet_rows import MISSING, RESTORE, DamagedFile, positions, read_columns
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
@@ -289,7 +289,7 @@ def refuse_disorder(snapshot: Snapshot, reader: str, ranges: Mapping[str, Sequen
         for problem in chain(log_problems(state, files), in_files):
             line = " ".join(problem.split()).removesuffix(RESTORE).rstrip(" .")
             cure = "Restore the file from a copy, or the table to a version from before."
-            if GONE in line:
+            if MISSING in line:
                 # A version from before has fewer records than were ingested, which is refused.
                 cure = f"Restore the file from a copy, or {stores.ANEW}."
             raise CheckFailed(

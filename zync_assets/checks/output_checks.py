@@ -28,7 +28,7 @@ from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermarks, is_compacted, topic_states
 from zync_assets.lake.check_results import CheckResult, Number, conclude, keep_accepted
 from zync_assets.lake.head import OutputPosition
-from zync_assets.lake.parquet_rows import GONE, RESTORE, DamagedFile, integers
+from zync_assets.lake.parquet_rows import MISSING, RESTORE, DamagedFile, integers
 from zync_assets.lake.publication import PublishState, WrittenSchema, rollback_error
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
@@ -243,7 +243,7 @@ def staging_equals_topic(
         except (LakeError, SchemaError) as error:
             problems.append(str(error))
         except FileNotFoundError as error:
-            problems.append(f"a file of {table_name(pool, topic)} {GONE}: {error.filename or error}. {RESTORE}")
+            problems.append(f"a file of {table_name(pool, topic)} {MISSING}: {error.filename or error}. {RESTORE}")
     summary = f"{numbers['compared']} records are staging's"
     return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, summary, numbers)
 

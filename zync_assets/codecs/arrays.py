@@ -183,16 +183,21 @@ def base64_bytes(array: pa.Array, valid: Mask | None, *, empty_is_odd: bool = Fa
     return read(array, np.ones(len(array), np.bool_) if valid is None else valid, empty_is_odd)
 
 
+def text_parts(array: pa.Array) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+    """The bounds of an array's texts, one more than there are texts, and the bytes that the bounds point into."""
+    _, ends, data = array.buffers()
+    bounds = np.frombuffer(ends, np.int32)[array.offset : array.offset + len(array) + 1]
+    return bounds, np.frombuffer(data or b"", np.uint8)
+
+
 def _compiled_base64(array: pa.Array, has_value: Mask, empty_is_odd: bool) -> tuple[pa.Array, Mask]:
     """As ``base64_bytes``, by a compiled loop."""
     from zync_assets.codecs import loops
 
     count = len(array)
-    _, ends, data = array.buffers()
-    text_ends = np.frombuffer(ends, np.int32)[array.offset : array.offset + count + 1]
+    text_ends, letters = text_parts(array)
     byte_ends, odd = np.zeros(count + 1, np.int32), np.zeros(count, np.bool_)
     content = np.empty(int(text_ends[-1] - text_ends[0]) // 4 * 3 + 3, np.uint8)
-    letters = np.frombuffer(data or b"", np.uint8)
     loops.read_base64(letters, text_ends, has_value, _SEXTETS, empty_is_odd, byte_ends, content, odd)
     buffers = [validity_buffer(has_value & ~odd), pa.py_buffer(byte_ends), pa.py_buffer(content)]
     return pa.Array.from_buffers(pa.binary(), count, buffers), odd

@@ -139,7 +139,8 @@ DEFAULTS: Mapping[str, float | int] = {
     "retries.max.wait.ms": 4000,
 }
 
-FILES = frozenset({"ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.key.password"})
+_FILES = frozenset({"ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ssl.key.password"})
+"""The client reads these files, and the key's password, before it looks at other properties."""
 _NUMBERS = frozenset({*DEFAULTS, "cache.capacity", "cache.latest.ttl.sec"})
 
 NOT_FOUND = frozenset({40401, 40402, 40403})
@@ -195,7 +196,7 @@ def unknown_properties(config: RegistryConfig) -> list[str]:
     try:
         # Without the files of certificates, which the client reads first.
         connect(
-            RegistryConfig(config.url, {name: text for name, text in config.properties.items() if name not in FILES})
+            RegistryConfig(config.url, {name: text for name, text in config.properties.items() if name not in _FILES})
         )
     except (ValueError, TypeError) as error:
         _, mark, names = str(error).partition("Unrecognized properties: ")

@@ -74,19 +74,22 @@ def write_object(archive: str, path: str, parts: Sequence[str]) -> None:
 
 def _batches(archive: str, parts: Iterable[str]) -> Iterator[pa.RecordBatch]:
     for part in parts:
-        uri = storage.join(archive, part)
-        system, path = storage.filesystem(uri)
-        if system.get_file_info(path).type != fs.FileType.File:
-            raise FileNotFoundError(uri)
+        uri, system, path = _existing_file(archive, part)
         with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
             yield from storage.read_batches(file, GROUP_ROWS)
 
 
-def _schema(archive: str, part: str) -> pa.Schema:
+def _existing_file(archive: str, part: str) -> tuple[str, fs.FileSystem, str]:
+    """The URI of a part, and its path in a file system. FileNotFoundError if the part is missing."""
     uri = storage.join(archive, part)
     system, path = storage.filesystem(uri)
     if system.get_file_info(path).type != fs.FileType.File:
         raise FileNotFoundError(uri)
+    return uri, system, path
+
+
+def _schema(archive: str, part: str) -> pa.Schema:
+    uri, system, path = _existing_file(archive, part)
     with storage.access_errors(uri, "can't be read"):
         return pq.read_schema(path, filesystem=system).remove_metadata()
 

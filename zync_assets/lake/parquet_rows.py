@@ -27,8 +27,9 @@ ROWS = 131_072
 
 
 RESTORE = "Restore it from a copy."
-GONE = "is in the log and not in the lake"
 """The last words of a DamagedFile."""
+MISSING = "is in the log and not in the lake"
+"""The words of a DamagedFile about a missing file."""
 
 
 class DamagedFile(Exception):
@@ -45,7 +46,7 @@ def read_columns(uri: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
                 plain = pa.schema([item.with_type(_plain_type(item.type)) for item in batch.schema])
                 yield batch if plain.equals(batch.schema) else batch.cast(plain)
     except FileNotFoundError:
-        raise DamagedFile(f"file {uri} {GONE}. {RESTORE}") from None
+        raise DamagedFile(f"file {uri} {MISSING}. {RESTORE}") from None
     except pa.ArrowInvalid as error:
         raise DamagedFile(f"file {uri} can't be read: {error}. {RESTORE}") from None
     except OSError as error:

@@ -290,7 +290,7 @@ FILE_HINTS = {
     "targets": "write sinks:",
     "connector.class": "Kafka Connect's connectors are `sinks` here, and `zync help sinks` describes them",
 }
-"""What to write in place of keys that other tools have: Kafka Connect, Debezium, Spark, dbt."""
+"""Keys of Kafka Connect, Debezium, Spark and dbt → a hint for the user. Each section of the file has its own mapping."""
 
 
 def read_kafka(fields: Fields) -> dict[str, str]:

@@ -149,7 +149,7 @@ def parse(text: str, env: Mapping[str, str]) -> tuple[Node | None, list[Problem]
 
 
 def _hint(lines: Sequence[str], line: int, fault: str) -> str:
-    """What may be wrong about a line that is no YAML, or about the line before. ``fault``: the parser's words."""
+    """A hint on the fault of a line that is no YAML, or of the line before. ``fault``: the parser's words."""
     if line <= len(lines) and re.match(r" *\t", lines[line - 1]):
         return "; indent with spaces, not with tabs"
     for text in reversed(lines[max(0, line - 2) : line]):

@@ -1,4 +1,4 @@
-"""What is PostgreSQL's own beside its target: the errors that no waiting cures, with their cures, and the texts of values."""
+"""PostgreSQL's errors with their cures, where a later try does not help, and the texts of values for PostgreSQL."""
 
 from __future__ import annotations
 

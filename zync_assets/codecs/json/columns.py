@@ -41,8 +41,8 @@ from zync_assets.codecs.arrays import (
     pc,
     ready,
     struct_of,
+    text_parts,
 )
-from zync_assets.codecs.json.scan import scan
 from zync_assets.codecs.json.values import json_reader, scalar_reader
 
 # pyarrow.compute makes its functions when it is imported: no checker sees them.
@@ -93,7 +93,12 @@ def columns_reader(type: pa.DataType) -> Convert:
 
     def read(payloads: pa.Array) -> tuple[pa.Array, dict[int, str]]:
         payloads = payloads.cast(pa.binary())
-        scanned_texts = scan(type, payloads) if pays(len(payloads)) else None
+        if not pays(len(payloads)):
+            return without_scan(payloads)
+        # The scan loads numba.
+        from zync_assets.codecs.json.scan import scan
+
+        scanned_texts = scan(type, payloads)
         if scanned_texts is None:
             return without_scan(payloads)
         array, odd = scanned_texts
@@ -140,11 +145,8 @@ def _is_plain(payloads: pa.Array, decimals: bool) -> Mask:
 
 def _is_object(payloads: pa.Array) -> Mask:
     """Whether the texts match ``_AN_OBJECT``. The pattern is tried on texts with white space alone."""
-    count = len(payloads)
-    _, ends, data = payloads.buffers()
-    bounds = np.frombuffer(ends, np.int32)[payloads.offset : payloads.offset + count + 1]
-    letters = np.frombuffer(data or b"", np.uint8)
-    is_object = np.zeros(count, np.bool_)
+    bounds, letters = text_parts(payloads)
+    is_object = np.zeros(len(payloads), np.bool_)
     rows = np.flatnonzero(np.diff(bounds) > 1)
     is_object[rows] = (letters[bounds[rows]] == ord("{")) & (letters[bounds[rows + 1] - 1] == ord("}"))
     other_rows = np.flatnonzero(~is_object)
@@ -236,11 +238,10 @@ def _time_column(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
     if usual_times is None:
         return _scalar_column(type, array)
     values, unusual = usual_times
-    values = values.cast(pa.timestamp("us", "UTC")).cast(type)
     other_values, wrong = _scalar_column(type, array.filter(unusual))
     odd = np.zeros(len(array), np.bool_)
     odd[unusual.to_numpy(zero_copy_only=False)] = wrong
-    return pc.replace_with_mask(values, unusual, other_values), odd
+    return pc.replace_with_mask(values.cast(type), unusual, other_values), odd
 
 
 def _usual_times(array: pa.Array) -> tuple[pa.Array, pa.Array] | None:
@@ -257,11 +258,10 @@ def _compiled_times(array: pa.Array) -> tuple[pa.Array, pa.Array]:
     """As ``_usual_times``, by a compiled loop."""
     from zync_assets.codecs import loops
 
-    count, valid = len(array), array.is_valid().to_numpy(zero_copy_only=False)
-    _, ends, data = array.buffers()
-    text_ends = np.frombuffer(ends, np.int32)[array.offset : array.offset + count + 1]
-    micros, unusual = np.zeros(count, np.int64), np.zeros(count, np.bool_)
-    loops.read_times(np.frombuffer(data or b"", np.uint8), text_ends, valid, micros, unusual)
+    bounds, letters = text_parts(array)
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    micros, unusual = np.zeros(len(array), np.int64), np.zeros(len(array), np.bool_)
+    loops.read_times(letters, bounds, valid, micros, unusual)
     return numbers(micros, pa.timestamp("us", "UTC"), valid), pa.array(unusual)
 
 

@@ -28,7 +28,7 @@ _MOST = 2**63 - 1
 """The greatest integer."""
 _EXACT = 10**15
 """A double is exact for each smaller integer. The quotient of the integer and a power of ten is then rounded once."""
-_DIGITS = 18
+DIGITS = 18
 """An integer of 64 bits holds each number of so many digits."""
 
 _Bytes = types.Array(types.uint8, 1, "C", readonly=True)
@@ -125,7 +125,7 @@ def _number(data: Any, at: int, end: int) -> tuple[int, int, int, int]:
     if at < end and data[at] == _POINT:
         at, places = at + 1, 0
         while at < end and _ZERO <= data[at] <= _NINE:
-            large = large or count >= _DIGITS
+            large = large or count >= DIGITS
             digits = digits if large else digits * 10 + (np.int64(data[at]) - _ZERO)
             at, count, places = at + 1, count + 1, places + 1
         if places == 0:
@@ -145,6 +145,13 @@ def _number(data: Any, at: int, end: int) -> tuple[int, int, int, int]:
         if not 0 < at - first <= 4:
             return -1, 0, 0, 0
     return at, digits, places, sign
+
+
+@njit(types.int64(*[types.int64] * 4, _Longs), cache=True, nogil=True)
+def _unscaled(digits: int, places: int, scale: int, most: int, tens: Any) -> int:
+    """The digits of a decimal with ``scale`` places; -1 if a number (``_number``) does not fit. ``tens``: the powers of ten."""
+    missing = scale - max(places, 0)
+    return -1 if places == -2 or missing < 0 or digits > most // tens[missing] else digits * tens[missing]
 
 
 @njit(types.boolean(_Bytes, types.int64), cache=True, nogil=True)
@@ -187,7 +194,7 @@ def scan_texts(
     of a number's text in ``data``; ``lengths``: of the string in UTF-8, or of the number's text.
     """
     nodes, guesses, lists = np.zeros(_DEPTH, np.int64), np.zeros(_DEPTH, np.int64), np.zeros(_DEPTH, np.bool_)
-    powers, tens = 10.0 ** np.arange(_DIGITS + 1), 10 ** np.arange(_DIGITS + 1)
+    powers, tens = 10.0 ** np.arange(DIGITS + 1), 10 ** np.arange(DIGITS + 1)
     real = np.zeros(1, np.float64)
     bits = real.view(np.int64)
     count = np.uintp(len(odd))
@@ -283,10 +290,10 @@ def scan_texts(
                 elif kind == DECIMAL:
                     # A decimal may stand in quotes.
                     after, digits, places, sign = _number(data, np.int64(at), np.int64(close))
-                    missing = scales[target] - max(places, 0)
-                    if after != close or places == -2 or missing < 0 or digits > most[target] // tens[missing]:
+                    number = _unscaled(digits, places, scales[target], most[target], tens)
+                    if after != close or number < 0:
                         break
-                    states[cell], numbers[cell] = VALUE, sign * digits * tens[missing]
+                    states[cell], numbers[cell] = VALUE, sign * number
                 elif kind != UNKNOWN:
                     break
                 at = close + _ONE
@@ -314,10 +321,10 @@ def scan_texts(
                     real[0] = sign * np.float64(digits) / powers[max(places, 0)]
                     states[cell], numbers[cell] = VALUE, bits[0]
                 elif kind == DECIMAL:
-                    missing = scales[target] - max(places, 0)
-                    if places == -2 or missing < 0 or digits > most[target] // tens[missing]:
+                    number = _unscaled(digits, places, scales[target], most[target], tens)
+                    if number < 0:
                         break
-                    states[cell], numbers[cell] = VALUE, sign * digits * tens[missing]
+                    states[cell], numbers[cell] = VALUE, sign * number
                 elif kind != UNKNOWN:
                     break
                 at = np.uintp(after)

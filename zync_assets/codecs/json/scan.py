@@ -17,17 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from zync_assets.codecs.arrays import Mask, numbers, pc, struct_of, validity_buffer
+from zync_assets.codecs.arrays import Mask, numbers, pc, struct_of, text_parts, validity_buffer
+from zync_assets.codecs.json import loops
 
-_STRUCT, _INT, _FLOAT, _BOOL, _STRING, _DECIMAL = range(6)
-"""The kinds of ``loops``."""
-_VALUE, _TEXT, _ESCAPED = 1, 3, 4
-"""The states of ``loops`` with a value."""
 MOST_CELLS = 4_000_000
 """Values of texts that are read together. Each takes 17 bytes, also where a text lacks the field."""
-_DIGITS = 18
-"""The digits of a decimal that ``loops`` reads, and of its scale."""
-
 Longs = npt.NDArray[np.int64]
 
 
@@ -66,16 +60,12 @@ def scan(type: pa.DataType, payloads: pa.Array) -> tuple[pa.Array, Mask] | None:
 
 def _scan(nodes: _Nodes, payloads: pa.Array) -> tuple[pa.Array, Mask]:
     """As ``scan``, for a few UTF-8 texts."""
-    from zync_assets.codecs.json import loops
-
     count, places = len(payloads), len(nodes.types)
-    _, ends, data = payloads.buffers()
-    letters = np.frombuffer(data or b"", np.uint8)
-    bounds = np.frombuffer(ends, np.int32)[payloads.offset : payloads.offset + count + 1].astype(np.int64)
+    bounds, letters = text_parts(payloads)
     values, lengths = (np.zeros((places, count), np.int64) for _ in range(2))
     states, odd = np.zeros((places, count), np.uint8), np.zeros(count, np.bool_)
     about = nodes.kinds, nodes.firsts, nodes.counts, nodes.names, nodes.name_ends, nodes.least, nodes.most, nodes.scales
-    loops.scan_texts(letters, bounds, *about, values.ravel(), lengths.ravel(), states.ravel(), odd)
+    loops.scan_texts(letters, bounds.astype(np.int64), *about, values.ravel(), lengths.ravel(), states.ravel(), odd)
     odd |= payloads.is_null().to_numpy(zero_copy_only=False)
 
     def strings(node: int, has_text: Mask) -> pa.Array:
@@ -89,24 +79,23 @@ def _scan(nodes: _Nodes, payloads: pa.Array) -> tuple[pa.Array, Mask]:
         return pa.Array.from_buffers(pa.string(), count, buffers)
 
     def column(node: int) -> pa.Array:
-        kind, valid = nodes.kinds[node], states[node] == _VALUE
-        if kind == _STRUCT:
+        kind, valid = nodes.kinds[node], states[node] == loops.VALUE
+        if kind == loops.STRUCT:
             first = int(nodes.firsts[node])
             children = [column(child) for child in range(first, first + int(nodes.counts[node]))]
             fields = [pa.field(item.name, child.type) for item, child in zip(nodes.types[node], children, strict=True)]
             return struct_of(pa.struct(fields), children, count, valid)
-        if kind == _STRING:
-            return strings(node, valid | (states[node] == _ESCAPED))
-        if kind == _BOOL:
+        if kind == loops.STRING:
+            return strings(node, valid | (states[node] == loops.ESCAPED))
+        if kind == loops.BOOL:
             return pa.array(values[node].astype(np.bool_), mask=~valid)
-        if kind == _INT:
+        if kind == loops.INT:
             return numbers(values[node].astype(nodes.types[node].to_pandas_dtype()), nodes.types[node], valid)
-        if kind == _DECIMAL:
+        if kind == loops.DECIMAL:
             low = values[node]
-            buffers = [validity_buffer(valid), pa.py_buffer(np.column_stack([low, low >> 63]))]
-            return pa.Array.from_buffers(nodes.types[node], count, buffers)
+            return numbers(np.column_stack([low, low >> 63]), nodes.types[node], valid)
         doubles = numbers(values[node].view(np.float64), pa.float64(), valid)
-        has_text = states[node] == _TEXT
+        has_text = states[node] == loops.TEXT
         return (
             pc.if_else(pa.array(has_text), strings(node, has_text).cast(pa.float64()), doubles)
             if has_text.any()
@@ -145,7 +134,7 @@ def _nodes(type: pa.DataType) -> _Nodes | None:
 def _limits(type: pa.DataType) -> tuple[int, int]:
     """The least and the greatest integer, of a decimal without its point."""
     if pa.types.is_decimal(type):
-        most = 10 ** min(type.precision, _DIGITS) - 1
+        most = 10 ** min(type.precision, loops.DIGITS) - 1
         return -most, most
     bits = type.bit_width if pa.types.is_integer(type) else 64
     return -(1 << bits - 1), (1 << bits - 1) - 1
@@ -154,14 +143,14 @@ def _limits(type: pa.DataType) -> tuple[int, int]:
 def _kind(type: pa.DataType) -> int | None:
     kinds = pa.types
     if kinds.is_struct(type):
-        return _STRUCT if type.num_fields else None
+        return loops.STRUCT if type.num_fields else None
     if kinds.is_signed_integer(type):
-        return _INT
+        return loops.INT
     if kinds.is_floating(type):
-        return _FLOAT
+        return loops.FLOAT
     if kinds.is_boolean(type):
-        return _BOOL
+        return loops.BOOL
     if kinds.is_decimal128(type):
-        return _DECIMAL if 0 <= type.scale <= _DIGITS else None
+        return loops.DECIMAL if 0 <= type.scale <= loops.DIGITS else None
     is_text = kinds.is_string(type) or kinds.is_binary(type) or kinds.is_date(type) or kinds.is_timestamp(type)
-    return _STRING if is_text else None
+    return loops.STRING if is_text else None
