@@ -30,7 +30,7 @@ from zync_assets.etl.rule_changes import refuse_moves, report_changes
 from zync_assets.etl.streams import may_be_ordered, unseen
 from zync_assets.etl.views.batch import check_definitions
 from zync_assets.ingest.commit import RawCommit, commit_raw
-from zync_assets.ingest.plan import RawBatch, plan_ingest, read_input, small_inputs
+from zync_assets.ingest.plan import BATCH_OFFSETS, RawBatch, plan_ingest, read_input, small_inputs
 from zync_assets.kafka.topics import Survey, TopicState, survey
 from zync_assets.lake import raw, staging
 from zync_assets.lake.head import Head
@@ -52,6 +52,9 @@ T = TypeVar("T")
 Progress = Callable[[str, int, int], None]
 """A function that receives the name of the present work, the finished amount, and the total (records or offsets)."""
 
+TURN_OFFSETS = 1_000_000
+"""The most offsets that a batch ingests for a caller that comes again soon. Other topics and steps wait for the batch."""
+
 LOSSES = 5
 """The most losses in a row to Kafka's retention before ingest gives up. A loss: records vanish during the read."""
 
@@ -69,19 +72,19 @@ def ingest_all(
     progress: Progress = quiet,
     patience: float | None = None,
     *,
-    again: bool = True,
+    whole: bool = True,
 ) -> Iterator[RawCommit]:
     """Ingest each topic up to the end that it had when this began, a commit a batch.
 
     A topic's error holds back no other topic: it is raised when the others are done. ``patience``: seconds to wait for a
-    partition's leader, by default as long as for a broker. ``again``: whether to read the ends again after the ingest, for a
-    caller that does not ingest again soon (see ``confirm_ends``). Ingest then goes on to the later ends, since a record that
-    came meanwhile holds back the records that follow it in the source's order.
+    partition's leader, by default as long as for a broker. ``whole``: False for a caller that comes again soon. Ingest then
+    reads one batch of each topic. Otherwise ingest reads the ends again (see ``confirm_ends``), and goes on to the later ends.
+    A record that came meanwhile would hold back the records that follow it in the source's order.
     """
     troubles: list[ZyncError] = []
-    yield from _ingest_to(read_ends(pipeline, patience), pipeline, session, topics, progress, troubles)
-    if again and (later := confirm_ends(pipeline, patience)) is not None:
-        yield from _ingest_to(later, pipeline, session, topics, progress, troubles)
+    yield from _ingest_to(read_ends(pipeline, patience), pipeline, session, topics, progress, troubles, whole)
+    if whole and (later := confirm_ends(pipeline, patience)) is not None:
+        yield from _ingest_to(later, pipeline, session, topics, progress, troubles, whole)
     raise_first(troubles)
 
 
@@ -92,13 +95,15 @@ def _ingest_to(
     topics: Sequence[str],
     progress: Progress,
     troubles: list[ZyncError],
+    whole: bool,
 ) -> Iterator[RawCommit]:
-    """Ingest each topic up to its known end. Errors of topics are added to ``troubles``."""
+    """Ingest each topic up to its known end, or one batch of each topic. Errors of topics are added to ``troubles``."""
     troubles += [error for topic, error in topic_ends.errors.items() if topic in topics]
     topics = [topic for topic in topics if topic not in topic_ends.problems]
     once = cache(session)
     small_batches, lone_topics, errors = small_inputs(pipeline, once, topics, topic_ends.states)
     troubles += errors
+    limit = BATCH_OFFSETS if whole else TURN_OFFSETS
     works = {
         topic: partial(ingest_once, pipeline, once, topic, topic_ends.states, first=first)
         for topic, first in small_batches.items()
@@ -112,13 +117,15 @@ def _ingest_to(
         total = offset_count = 0
         try:
             while True:
-                commit, lag = ingest_once(pipeline, session, topic, topic_ends.states)
+                commit, lag = ingest_once(pipeline, session, topic, topic_ends.states, limit=limit)
                 if commit is None:
                     break
                 total = total or lag
                 offset_count += sum(part.end - part.first for part in commit.ranges)
                 progress(f"ingest {topic}", offset_count, total)
                 yield commit
+                if not whole:
+                    break
         except EVERYWHERE:
             raise
         except ZyncError as error:
@@ -227,14 +234,17 @@ def ingest_once(
     within: Sequence[OffsetRange] | None = None,
     first: RawBatch | None = None,
     log: Log = _log.warning,
+    limit: int = BATCH_OFFSETS,
 ) -> tuple[RawCommit | None, int]:
     """Ingest one batch; the commit, None where nothing is left, and the number of offsets that were left before it.
 
-    ``topic_states`` and ``within``: as for ``plan_ingest``. ``first``: a batch that was read already.
+    ``topic_states``, ``within`` and ``limit``: as for ``plan_ingest``. ``first``: a batch that was read already.
     """
 
     def read(states: Mapping[str, TopicState] | None = topic_states) -> RawBatch:
-        return read_input(session, pipeline, plan_ingest(pipeline, topic, within=within, topic_states=states))
+        return read_input(
+            session, pipeline, plan_ingest(pipeline, topic, within=within, limit=limit, topic_states=states)
+        )
 
     def commit(batch: RawBatch) -> tuple[RawCommit | None, int]:
         for _ in range(LOSSES):
@@ -256,10 +266,10 @@ def ingest_once(
     return retried(read, commit, lambda batch: batch.plan.state.next if batch.plan.state else None, first, log)
 
 
-def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING) -> Iterator[EtlCommit]:
+def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING, *, whole: bool = True) -> Iterator[EtlCommit]:
     """Run ETL for every staging pool until nothing new is found; what ``retry`` asks for is in the first batch.
 
-    A pool's error holds back no other pool: it is raised when the others are done.
+    A pool's error holds back no other pool: it is raised when the others are done. ``whole``: False runs one batch a pool.
     """
     troubles: list[ZyncError] = []
     for pool in pipeline.staging_pools:
@@ -268,6 +278,8 @@ def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING) -> Ite
             while (commit := commit_etl(pipeline, partial(read_etl, pipeline, session, pool, next_retry))) is not None:
                 next_retry = NOTHING
                 yield commit
+                if not whole:
+                    break
         except EVERYWHERE:
             raise
         except ZyncError as error:

@@ -28,7 +28,7 @@ from zync_assets.pipeline_file.keys import joining_kinds
 from zync_assets.publish.commit import PublishCommit
 from zync_assets.runner import etl_all, etl_backlog, ingest_all, publish_all, rebuild_all
 from zync_assets.sinks.commit import SinkCommit
-from zync_assets.sinks.steps import Rest, reset_sink, sink_all, sink_awake
+from zync_assets.sinks.steps import Turn, reset_sink, sink_all, sink_awake
 from zync_assets.sinks.target import Place
 from zync_assets.spark.session import spark_session
 
@@ -229,7 +229,8 @@ def _verify(model: Pipeline, names: tuple[str, ...], fmt: Format) -> None:
 def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format) -> None:
     """All steps of PIPELINE in one process with one Spark session, again and again: the three steps, and its sinks.
 
-    Ctrl-C and SIGTERM end it after the commit that is under way.
+    The steps take turns. A turn handles one batch of each topic, pool and table. Ctrl-C and SIGTERM end the command after the
+    commit that is under way.
     """
     model = load(pipeline)
     deadline = None if exit_after is None else time.monotonic() + exit_after
@@ -239,15 +240,15 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
     outputs = [item.topic for item in model.outputs]
     patience = None if until_idle else LEADER_SECONDS
     back_off, last_warning, losses = POLL_SECONDS, -MAX_BACK_OFF, 0
-    rests: dict[Place, Rest] = {}
+    turns: dict[Place, Turn] = {}
     while not is_stopped() and (deadline is None or time.monotonic() < deadline):
         busy = False
         troubles: list[ZyncError] = []
         for step in (
-            lambda: ingest_all(model, session, inputs, patience=patience, again=until_idle),
-            lambda: etl_all(model, session),
+            lambda: ingest_all(model, session, inputs, patience=patience, whole=until_idle),
+            lambda: etl_all(model, session, whole=until_idle),
             # A row of a target waits for no topic, and a topic for no target that is away.
-            lambda: sink_all(model, session) if until_idle else sink_awake(model, session, rests),
+            lambda: sink_all(model, session) if until_idle else sink_awake(model, session, turns),
             lambda: publish_all(model, session, outputs, patience=patience),
         ):
             try:
@@ -278,7 +279,7 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
             if until_idle:
                 return
             _sleep(back_off, is_stopped, deadline)
-    _raise_resting(rests)
+    _raise_resting(turns)
 
 
 def _warn(error: ZyncError, outlook: str) -> None:
@@ -286,9 +287,10 @@ def _warn(error: ZyncError, outlook: str) -> None:
         click.echo(f"warning: {text} {outlook}", err=True)
 
 
-def _raise_resting(rests: Mapping[Place, Rest]) -> None:
+def _raise_resting(turns: Mapping[Place, Turn]) -> None:
     """Raise the error of a table that rests, unless the error may pass: not all work was done."""
-    raise_first([rest.error for rest in rests.values() if not isinstance(rest.error, PASSING)])
+    rests = [turn.rest for turn in turns.values() if turn.rest is not None]
+    raise_first([rest.error for rest in rests if not isinstance(rest.error, PASSING)])
 
 
 def _sleep(seconds: float, is_stopped: Callable[[], bool], deadline: float | None) -> None:

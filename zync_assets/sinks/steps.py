@@ -50,6 +50,10 @@ OUTAGES = (0.5, 1.0, 2.0, 4.0, 8.0)
 FIRST_REST, MOST_REST = 0.5, 30.0
 """The first and the longest rest of a table after an error, in seconds."""
 
+TURN_SECONDS, TURN_OFFSETS = 5.0, 50_000
+"""How long a turn of a table may take, about, and the offsets that a turn has however slow the target is. Other tables and
+other steps wait meanwhile."""
+
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -87,22 +91,38 @@ class Rest:
     error: ZyncError
 
 
-def sink_awake(pipeline: Pipeline, session: Session, rests: dict[Place, Rest]) -> Iterator[SinkCommit]:
-    """As ``sink_all``, for a caller that comes again and again: an error of a table is a warning, and the table rests for a
-    while. Neither another table nor another step waits for it. ``rests``: kept from call to call, empty at first."""
+@dataclass
+class Turn:
+    """The state of a table from one turn to the next. ``limit``: the most offsets of its next batch. ``rest``: None while the
+    table works."""
+
+    limit: int = TURN_OFFSETS
+    rest: Rest | None = None
+
+
+def sink_awake(pipeline: Pipeline, session: Session, turns: dict[Place, Turn]) -> Iterator[SinkCommit]:
+    """As ``sink_all``, for a caller that comes again and again: a table has one batch a call, of some seconds. An error of a
+    table is a warning, and the table rests for a while. Neither another table nor another step waits long for it.
+
+    ``turns``: kept from call to call, empty at first.
+    """
     for sink in pipeline.sinks:
         is_away = False
         for table in sink.tables:
-            place = place_of(pipeline, sink, table)
-            rest = rests.get(place)
+            turn = turns.setdefault(place_of(pipeline, sink, table), Turn())
+            rest = turn.rest
             if is_away or (rest is not None and time.monotonic() < rest.until):
                 continue
             try:
-                yield from sink_table(pipeline, session, sink.name, table.name, patience=())
-                rests.pop(place, None)
+                for commit in sink_table(
+                    pipeline, session, sink.name, table.name, patience=(), limit=turn.limit, whole=False
+                ):
+                    turn.limit = next_limit(commit)
+                    yield commit
+                turn.rest = None
             except (SinkError, BadRecords, DataLoss) as error:
                 seconds = FIRST_REST if rest is None else min(rest.seconds * 2, MOST_REST)
-                rests[place] = Rest(time.monotonic() + seconds, seconds, error)
+                turn.rest = Rest(time.monotonic() + seconds, seconds, error)
                 _log.warning("%s; trying again in %s s", str(error).rstrip("."), seconds)
                 # Each further table of the target would wait for an answer, too.
                 is_away = isinstance(error, TargetUnavailable) and not isinstance(error, TableLocked)
@@ -117,13 +137,16 @@ def sink_table(
     patience: Sequence[float] = OUTAGES,
     *,
     outlasts_locks: bool = True,
+    limit: int = BATCH_OFFSETS,
+    whole: bool = True,
 ) -> Iterator[SinkCommit]:
     """Write one table of a sink up to the source's end, a commit a batch. An outage of the target is waited out for a while.
 
     ``first``: a batch that was read already; ``patience``: seconds to wait, outage by outage.
-    ``outlasts_locks``: whether the end of another program's lock is waited for too.
+    ``outlasts_locks``: whether the end of another program's lock is waited for too. ``limit``: the most offsets of the first
+    batch. ``whole``: False writes one batch.
     """
-    limit, commits = BATCH_OFFSETS, 0
+    commits = 0
 
     def write() -> SinkCommit | None:
         nonlocal first
@@ -143,12 +166,18 @@ def sink_table(
         if commit is not None:
             limit, commits = min(BATCH_OFFSETS, limit * 8), commits + 1
             yield commit
-        if commit is None or not commit.left:
+        if commit is None or not commit.left or not whole:
             break
     with _names(sink, table):
         _remove_leftovers(pipeline, sink, table)
     if commits:
         _apply_retention(pipeline, pipeline.sink(sink).table(table))
+
+
+def next_limit(commit: SinkCommit) -> int:
+    """The most offsets of the batch after ``commit``, so that it takes about TURN_SECONDS."""
+    speed = sum(part.end - part.first for part in commit.ranges) / max(commit.seconds, 0.001)
+    return min(BATCH_OFFSETS, max(TURN_OFFSETS, int(speed * TURN_SECONDS)))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from zync_assets.pipeline import RegistryConfig
 from zync_assets.sinks import replay, steps
 from zync_assets.sinks.plan import plan_sink
 from zync_assets.sinks.replay import LEFT_OUT, OVERTAKEN, drop_refused, refused_records, replay_refused
-from zync_assets.sinks.steps import Rest, reset_sink, sink_all, sink_awake
+from zync_assets.sinks.steps import Turn, reset_sink, sink_all, sink_awake
 from zync_assets.sinks.target import Place
 from zync_assets_tests.mini import BOTH, Mini, die, framed, mini, row, run
 
@@ -575,19 +575,21 @@ def test_raw_tables_are_written_as_they_are_and_envelopes_as_their_rows(
     )
     it.send(it.right, {"id": 9, "v": "n9"})
     it.ingest()
-    rests: dict[Place, Rest] = {}
-    assert [made.table for made in sink_awake(broken.pipeline, lambda: spark, rests)] == ["log", "made"]
-    assert [(place.sink, rest.seconds) for place, rest in rests.items()] == [("away", 0.5), ("unfit", 0.5)]
+    turns: dict[Place, Turn] = {}
+    assert [made.table for made in sink_awake(broken.pipeline, lambda: spark, turns)] == ["log", "made"]
+    rests = {place.sink: turn.rest for place, turn in turns.items() if turn.rest is not None}
+    assert {sink: rest.seconds for sink, rest in rests.items()} == {"away": 0.5, "unfit": 0.5}
     warnings = [record.getMessage() for record in caplog.records if record.name == "zync_assets.sinks.steps"]
     assert warnings[-2].startswith("sink away, table ") and "secret" not in warnings[-2]
     assert warnings[-1].startswith("sink unfit, table absent is not there. Set create: true, or run:")
     for rest in rests.values():
         rest.until = 0.0
-    assert list(sink_awake(broken.pipeline, lambda: spark, rests)) == []
-    assert [rest.seconds for rest in rests.values()] == [1.0, 1.0]
+    assert list(sink_awake(broken.pipeline, lambda: spark, turns)) == []
+    rests = {place.sink: turn.rest for place, turn in turns.items() if turn.rest is not None}
+    assert {sink: rest.seconds for sink, rest in rests.items()} == {"away": 1.0, "unfit": 1.0}
     for rest in rests.values():
         rest.until = math.inf
-    assert list(sink_awake(broken.pipeline, lambda: spark, rests)) == []
+    assert list(sink_awake(broken.pipeline, lambda: spark, turns)) == []
 
 
 @pytest.mark.slow
