@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -101,10 +101,8 @@ CHUNK = 1_000_000
 
 
 class Marks:
-    """A set of marked offsets per topic and partition, and the offsets that were marked twice.
-
-    An offset takes a byte, in chunks that are made when they are first touched.
-    """
+    """Marked offsets per topic and partition, and the offsets that were marked twice. An offset takes a byte of a chunk, and the
+    first mark in a chunk makes the chunk."""
 
     def __init__(self, rows: frozenset[str] = frozenset()) -> None:
         """``rows``: topics whose records may make any number of outputs."""
@@ -140,16 +138,15 @@ class Marks:
     def places(self) -> Iterator[tuple[str, int]]:
         yield from sorted(self._chunks)
 
-    def chunks(self, topic: str, partition: int) -> list[tuple[int, int]]:
-        """The spans of offsets that hold a mark."""
-        return [(number * CHUNK, (number + 1) * CHUNK) for number in sorted(self._chunks.get((topic, partition), {}))]
+    def chunks(self, topic: str, partition: int) -> Set[int]:
+        """The numbers of the chunks that hold a mark."""
+        return self._chunks.get((topic, partition), {}).keys()
 
     def _note(self, topic: str, partition: int, offsets: np.ndarray) -> None:
         if topic in self.rows:
             return
-        # A few are enough to say where; all of them could be as many as there are records.
-        room = max(0, 100 - len(self.doubled))
-        self.doubled += [(topic, partition, offset) for offset in offsets[:room].tolist()]
+        # A few show the place. All of them could be as many as there are records.
+        self.doubled += [(topic, partition, offset) for offset in offsets[: max(0, 100 - len(self.doubled))].tolist()]
 
 
 Ranges = Mapping[str, Sequence[OffsetRange]]
@@ -383,19 +380,21 @@ class _InputPartition:
     def _windows(
         self, batch: Sequence[OffsetRange] | None, whole: bool, retention_start: int
     ) -> Iterator[tuple[int, int]]:
-        """Spans of a chunk's size, all of them or those that the batch touches; none reaches over ``retention_start``."""
+        """Spans of a chunk's size at the most, none of which reaches over ``retention_start``. They have all offsets, or those
+        from the first to the last of the batch's offsets and of its outputs' sources in the chunk."""
         low, high = self.position.first, self.position.seen
-        spans = [
-            (first, end)
-            for base in range(low - low % CHUNK, high, CHUNK)
-            for first, end in ((base, min(base + CHUNK, retention_start)), (max(base, retention_start), base + CHUNK))
-            if first < end
-        ]
-        chunks = set(self.marks.chunks(self.topic, self.partition))
-        for first, end in spans:
-            span = OffsetRange(self.partition, max(first, low), min(end, high))
-            if whole or (first - first % CHUNK, first - first % CHUNK + CHUNK) in chunks or touches(span, batch or ()):
-                yield span.first, span.end
+        for base in range(low - low % CHUNK, high, CHUNK):
+            least, most = base, base + CHUNK
+            if not whole:
+                parts = [part for part in batch or () if touches(OffsetRange(self.partition, least, most), [part])]
+                if not parts and base // CHUNK not in self.marks.chunks(self.topic, self.partition):
+                    continue
+                sources = self.marks.between(self.topic, self.partition, least, most)
+                least = max(least, min([*(part.first for part in parts), *sources[:1].tolist()]))
+                most = min(most, max([*(part.end for part in parts), *(sources[-1:] + 1).tolist()]))
+            for first, end in ((least, min(most, retention_start)), (max(least, retention_start), most)):
+                if max(first, low) < min(end, high):
+                    yield max(first, low), min(end, high)
 
     def _window_problems(
         self,

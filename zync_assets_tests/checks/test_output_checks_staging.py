@@ -197,6 +197,16 @@ class TestCoverageOfOneBatch:
         found = exactly_once_done_coverage(chain.pipeline, "Staging", self.ranges(chain))
         assert (found.passed, found.numbers["outputs"], found.numbers["sources"]) == (True, 3, 6)
 
+    def test_it_passes_without_the_raw_files_of_other_records(self, chain: Chain) -> None:
+        state = raw.open_raw(chain.pipeline.lake, "Raw", chain.status)
+        assert state is not None
+        early = [item for item in raw.raw_files(state) if (item.last or 0) < 3]
+        for item in early:
+            (Path(state.table.uri) / item.path).unlink()
+        assert early
+        assert exactly_once_done_coverage(chain.pipeline, "Staging", self.ranges(chain)).passed
+        assert early[0].path in coverage(chain).summary
+
     def test_its_own_lost_output_is_found(self, chain: Chain) -> None:
         state = state_of(chain)
         exchange(state.table, state.output_files(chain.new)[1], lambda rows: rows[:-1])
