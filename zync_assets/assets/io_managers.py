@@ -428,18 +428,20 @@ class SinkIOManager(IOManager):
         )
 
     def handle_output(self, context: OutputContext, obj: object) -> None:
-        """Write the batch and those after it, up to the present end of the source; report every range that was reached."""
+        """Write the batch and later batches up to the end of the source, or of the run's turn. Report every reached range."""
         if not isinstance(obj, SinkBatch):
             raise TypeError(f"{context.asset_key.to_user_string()}: a SinkBatch is written, not {type(obj).__name__}")
         sink, table = obj.plan.sink, obj.plan.table
         with errors_as_failures():
-            commits = list(sink_table(self._pipeline, self._session, sink.name, table.name, obj))
+            seconds = runs.turn_seconds(context.step_context.run_tags)
+            commits = list(sink_table(self._pipeline, self._session, sink.name, table.name, obj, seconds=seconds))
             if commits:
                 context.add_output_metadata(
                     {
                         "written": sum(commit.records for commit in commits),
                         "quarantined": sum(commit.quarantined for commit in commits),
                         "commits": len(commits),
+                        "left": commits[-1].left,
                         "seconds": round(sum(commit.seconds for commit in commits), 3),
                     }
                 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from dagster import AssetChecksDefinition, AssetKey, AssetSpec, DagsterInstance, DynamicPartitionsDefinition
@@ -131,6 +132,10 @@ class Names:
 
     def sink_job(self, sink: str, table: str) -> str:
         return self._scoped_name(f"sink_{identifier(sink)}_table_{identifier(table)}")
+
+    @cached_property
+    def sink_jobs(self) -> frozenset[str]:
+        return frozenset(self.sink_job(sink.name, table.name) for sink in self.pipeline.sinks for table in sink.tables)
 
     @property
     def rows_job(self) -> str:

@@ -11,6 +11,7 @@ tick keeps the old cursor, so that the next tick reports and asks for what the f
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from dagster import (
     DagsterRun,
     DagsterRunStatus,
     RunRecord,
+    RunRequest,
     RunsFilter,
 )
 
@@ -43,6 +45,11 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.pipeline import Pipeline, pool_path, topic_path
 from zync_assets.private import private
 
+MOST_RUNS = 2
+"""Runs of one pipeline that the sensor has under way at once: each is a process with a Spark session of its own. At most one
+of them writes a target table. The sensor allows a run that awaits ingest beside these runs."""
+SINK_SECONDS = 300.0
+"""After this time, a run that the sensor asked for begins no further batch of a target table. Other tables have their turn."""
 LASTS_SECONDS = 20.0
 """Seconds after which a problem counts as lasting. A broker restarts in less time."""
 PERIOD_SECONDS = 60.0
@@ -174,7 +181,19 @@ class ActiveRuns:
 
     def count(self, pipeline: str) -> int:
         """How many runs of a pipeline there are."""
-        return sum(run.tags.get(names.PIPELINE_TAG) == pipeline for run in self._runs)
+        return len(self._jobs(pipeline))
+
+    def wait_reason(self, pipeline_names: Names, job: str, requests: Iterable[RunRequest]) -> str | None:
+        """Why a job waits for the end of other runs: those under way, and the ``requests``. None if it may start now."""
+        jobs = [*self._jobs(pipeline_names.pipeline.name), *(request.job_name for request in requests)]
+        if len(jobs) >= MOST_RUNS:
+            return f"{MOST_RUNS} runs are under way"
+        if job in pipeline_names.sink_jobs and any(other in pipeline_names.sink_jobs for other in jobs):
+            return "a run of another target table is under way"
+        return None
+
+    def _jobs(self, pipeline: str) -> list[str]:
+        return [run.job_name for run in self._runs if run.tags.get(names.PIPELINE_TAG) == pipeline]
 
     def holds(self, job: str, assets: Iterable[AssetKey]) -> str | None:
         """Why a job can't start now: a run of it, or one that somebody started on its assets. None where it can."""
@@ -185,6 +204,11 @@ class ActiveRuns:
             if job in (run.job_name, earlier) or own_assets & set(run.asset_selection or ()):
                 return f"run {run.run_id[:8]} is {run.status.value.lower()}"
         return None
+
+
+def turn_seconds(tags: Mapping[str, str]) -> float:
+    """How long a run may write a target table. ``tags``: of the run. A run that a person started has no limit."""
+    return SINK_SECONDS if names.STEP_TAG in tags else math.inf
 
 
 def _is_dead(run: DagsterRun) -> bool:

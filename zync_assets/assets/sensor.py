@@ -233,9 +233,6 @@ ASSET_PARTITION_RANGE_END_TAG: str = private("dagster", _TAGS, "ASSET_PARTITION_
 INTERVAL_SECONDS = 4
 """With 4, the sensor ticks every 5 s: Dagster's daemon looks at the sensor every 5 s. With 5, the interval would be not quite
 over at every second look."""
-MOST_RUNS = 2
-"""Runs of one pipeline that the sensor has under way at once: each is a process with a Spark session of its own. The
-sensor allows a run that awaits ingest beside these runs."""
 FIRST_CHECKS = "checked"
 """Key of the cursor: whether it is settled that everything is checked that was there before this instance."""
 FIRST_OFFSETS = 1_000_000
@@ -313,7 +310,7 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
             # Dagster does not know them yet: a later tick adds them.
             continue
         if step.awaits:
-            if active.count(pipeline.name) + len(requests) <= MOST_RUNS and _starts_now(
+            if active.count(pipeline.name) + len(requests) <= runs.MOST_RUNS and _starts_now(
                 names, instance, active, step, history, requests
             ):
                 requests.append(_request(pipeline, step, keys))
@@ -326,11 +323,11 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
             remainder = step.rest(runs.failed_ops(instance, history[0].dagster_run.run_id))
             tag = REST + step.job
             rest_history = runs.request_history(instance, pipeline.name, step.job, tag)
-            free = active.count(pipeline.name) + len(requests) < MOST_RUNS
-            if remainder is not None and free and not runs.backoff_reason(rest_history):
+            is_free = active.wait_reason(names, step.job, requests) is None
+            if remainder is not None and is_free and not runs.backoff_reason(rest_history):
                 requests.append(_request(pipeline, remainder, keys, tag))
-        elif active.count(pipeline.name) + len(requests) >= MOST_RUNS:
-            notes.append(f"{step.job}: waits, for {MOST_RUNS} runs are under way")
+        elif reason := active.wait_reason(names, step.job, requests):
+            notes.append(f"{step.job}: waits, for {reason}")
         else:
             requests.append(_request(pipeline, step, keys))
     idle = not (requests or events or changes or notes or texts)

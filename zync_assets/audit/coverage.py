@@ -145,7 +145,7 @@ class Marks:
     def _note(self, topic: str, partition: int, offsets: np.ndarray) -> None:
         if topic in self.rows:
             return
-        # A few show the place. All of them could be as many as there are records.
+        # A few doubles show the place. There could be as many doubles as records.
         self.doubled += [(topic, partition, offset) for offset in offsets[: max(0, 100 - len(self.doubled))].tolist()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -115,7 +116,7 @@ def sink_awake(pipeline: Pipeline, session: Session, turns: dict[Place, Turn]) -
                 continue
             try:
                 for commit in sink_table(
-                    pipeline, session, sink.name, table.name, patience=(), limit=turn.limit, whole=False
+                    pipeline, session, sink.name, table.name, patience=(), limit=turn.limit, seconds=0.0
                 ):
                     turn.limit = next_limit(commit)
                     yield commit
@@ -138,15 +139,15 @@ def sink_table(
     *,
     outlasts_locks: bool = True,
     limit: int = BATCH_OFFSETS,
-    whole: bool = True,
+    seconds: float = math.inf,
 ) -> Iterator[SinkCommit]:
     """Write one table of a sink up to the source's end, a commit a batch. An outage of the target is waited out for a while.
 
     ``first``: a batch that was read already; ``patience``: seconds to wait, outage by outage.
     ``outlasts_locks``: whether the end of another program's lock is waited for too. ``limit``: the most offsets of the first
-    batch. ``whole``: False writes one batch.
+    batch. ``seconds``: no batch begins later than that; the first batch always begins.
     """
-    commits = 0
+    commits, until = 0, time.monotonic() + seconds
 
     def write() -> SinkCommit | None:
         nonlocal first
@@ -166,7 +167,7 @@ def sink_table(
         if commit is not None:
             limit, commits = min(BATCH_OFFSETS, limit * 8), commits + 1
             yield commit
-        if commit is None or not commit.left or not whole:
+        if commit is None or not commit.left or time.monotonic() >= until:
             break
     with _names(sink, table):
         _remove_leftovers(pipeline, sink, table)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from dagster import AssetCheckKey, AssetMaterialization
+from dagster import AssetCheckKey, AssetMaterialization, DagsterRunStatus
 
+from zync_assets.assets import io_managers, runs
 from zync_assets.assets.facts import gather
+from zync_assets.assets.names import PIPELINE_TAG
 from zync_assets.assets.reports import last_offset
 from zync_assets.checks.output_checks import run_all
 from zync_assets.errors import CheckFailed, TargetUnavailable
 from zync_assets.local.services import Services
 from zync_assets.runner import ingest_all
 from zync_assets.sinks.sqlite import SqliteTarget
-from zync_assets.sinks.steps import sink_all
+from zync_assets.sinks.steps import read_sink, sink_all
 from zync_assets.spark.session import spark_session
 from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments, told
 from zync_assets_tests.assets.test_checks import lose, restore, result, said
@@ -83,6 +86,44 @@ def test_the_sensor_writes_what_is_due_and_reports_what_was_done_outside(rig: Ri
     found = reported(ticks())
     assert found[f"{sink(rig)}/payments", OPEN] == 2
     assert jobs(ticks()) == []
+
+
+def test_a_long_load_of_a_table_leaves_a_run_to_the_other_steps(rig: Rig) -> None:
+    ticks = Ticks(rig)
+    settled(rig, ticks)
+    rig.send(rig.orders, orders(1))
+    rig.send(rig.payments, payments(1))
+    run_steps(rig.pipeline)
+    tables = {rig.names.sink_job(sink(rig), table) for table in ("sales", "payments")}
+    ticks()
+    (load,) = jobs(ticks())
+    assert load in tables
+    tags = {PIPELINE_TAG: rig.pipeline.name}
+    rig.instance.create_run_for_job(rig.definitions.resolve_job_def(load), status=DagsterRunStatus.STARTED, tags=tags)
+    rig.send(rig.payments, payments(2))
+    result = ticks()
+    assert rig.names.ingest_job(rig.payments) in jobs(result)
+    assert not tables & set(jobs(result))
+
+
+def test_a_run_of_the_sensor_gives_other_tables_their_turn(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = Ticks(rig)
+    settled(rig, ticks)
+    monkeypatch.setattr(io_managers, "read_sink", partial(read_sink, limit=2))
+    monkeypatch.setattr(runs, "SINK_SECONDS", 0.0)
+    rig.send(rig.payments, payments(*range(5)))
+    rig.ingest(rig.payments)
+    rig.stage()
+    load = rig.names.sink_job(sink(rig), "payments")
+    ticks()
+    result = ticks()
+    assert load in jobs(result)
+    ticks.run(result)
+    assert rows(rig, "SELECT count(*) FROM payments") == [(2,)]
+    assert load in jobs(ticks())
+    # A run that a person starts writes all records.
+    rig.run(load)
+    assert rows(rig, "SELECT count(*) FROM payments") == [(5,)]
 
 
 def test_an_outage_of_a_target_names_the_sink_and_the_cure(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
