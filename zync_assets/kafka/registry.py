@@ -155,12 +155,7 @@ _BECOMES_GET = frozenset({301, 302})
 
 def public(url: str) -> str:
     """One or more addresses, without a user and a password."""
-    return ",".join(_public(address) for address in url.split(","))
-
-
-def _public(url: str) -> str:
-    scheme, _, location = _parts(url)
-    return f"{scheme}{location}"
+    return ",".join("".join(_parts(address)[::2]) for address in url.split(","))
 
 
 def _parts(url: str) -> tuple[str, str, str]:
@@ -249,7 +244,9 @@ def _request_once(config: RegistryConfig, request: Callable[[], T], label: str) 
             f"{at}: no token could be had (HTTP status {error.status_code}): {label}; check bearer.auth.client.id,"
             " bearer.auth.client.secret and bearer.auth.issuer.endpoint.url of registry"
         ) from None
-    except (ValueError, TypeError, OSError, httpx.InvalidURL) as error:
+    except (json.JSONDecodeError, TypeError, AttributeError):
+        raise RegistryError(f"{at}: {label}: the answer is not one of a registry; check `registry:`") from None
+    except (ValueError, OSError, httpx.InvalidURL) as error:
         raise RegistryError(f"{at}: {label}: {_redact(str(error), config)}; check `registry:`") from None
 
 
@@ -258,11 +255,12 @@ def _answer_error(config: RegistryConfig, error: SchemaRegistryError, at: str, l
     status, message = error.http_status_code, _redact(str(error.error_message), config)
     if status >= 500 or status in _PASSING:
         return RegistryUnavailable(f"{at} could not answer: {label}: {message}; try again")
-    if status in (401, 403):
+    if status == 401:
         return RegistryError(f"{at} refused the login (HTTP status {status}): {label}; {_login_cure(config)}")
     # A wrong address gives a 404 too. Only the error code shows that the schema is unknown.
     kind = SchemaUnknown if error.error_code in NOT_FOUND else RegistryError
-    cure = "" if kind is SchemaUnknown or status != 404 else "; check registry.url, its path too"
+    cures = {403: "; give the login of registry the right to this", 404: "; check registry.url, its path too"}
+    cure = "" if kind is SchemaUnknown else cures.get(status, "")
     return kind(f"{at} refused: {label}: {message}{cure}")
 
 
@@ -278,7 +276,7 @@ def _silence_error(config: RegistryConfig, error: Exception, at: str, label: str
             )
     return RegistryUnavailable(
         f"no answer from {at}: {label}: {_redact(str(error), config) or type(error).__name__};"
-        " check registry.url and that it is up."
+        " check registry.url and that it is up, or give a slow registry a longer timeout."
     )
 
 
@@ -441,8 +439,12 @@ class Registry:
 
     def _ask(self, request: Callable[[SchemaRegistryClient], T], label: str) -> T:
         def send() -> T:
-            if self._client is None:
-                self._client = connect(self._config)
-            return request(self._client)
+            # After a failure, another client: a client keeps each answer.
+            client, self._client = self._client or connect(self._config), None
+            answer = request(client)
+            if getattr(answer, "schema_str", answer) is None:
+                raise TypeError("no id or no schema")
+            self._client = client
+            return answer
 
         return ask(self._config, send, label)

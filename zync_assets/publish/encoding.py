@@ -288,8 +288,8 @@ def registered(client: Registry | None, topic: str, side: SideSchema) -> SideSch
     except RegistryError as error:
         raise RegistryError(
             f"topic {topic}: its schema was not taken for subject {side.subject}: {error}. Nothing that needs it was"
-            " published. What is staged keeps its schema: set the subject's compatibility to one that allows it and run"
-            " again; or change the rules, and begin anew with another topic and staging pool."
+            " published. Cure the cause and run again. If the schema is incompatible: what is staged keeps its schema. Set the"
+            " subject's compatibility to one that allows it, or change the rules, and begin anew with another topic and pool."
         ) from None
 
 

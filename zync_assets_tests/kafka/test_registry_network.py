@@ -155,10 +155,32 @@ def test_a_registry_that_stays_out_is_unavailable(plain: Front) -> None:
     assert not plain.moves
 
 
+@pytest.mark.parametrize("answer", [b"{}", b"null", b"[]", b"<html>", b'{"x": 1}'])
+def test_an_answer_that_is_not_a_registry_s_is_refused(plain: Front, unique: str, answer: bytes) -> None:
+    client, words = registry(plain.url), r"the answer is not one of a registry; check `registry:`"
+    id = client.register(unique, SCHEMA)
+    plain.moves.extend([answer] * 3)
+    with pytest.raises(RegistryError, match=rf"registering subject {unique}-2: {words}"):
+        registry(plain.url).register(f"{unique}-2", SCHEMA)
+    with pytest.raises(RegistryError, match=rf"schema id {id}: {words}"):
+        client.schema(id)
+    # The answer was not kept.
+    assert json.loads(client.schema(id)) == json.loads(SCHEMA)
+
+
+def test_a_right_that_the_login_lacks_is_named_in_the_registry_s_words(plain: Front) -> None:
+    plain.moves.append(403)
+    with pytest.raises(RegistryError, match=r"refused: listing subjects: .*; give the login of registry the right"):
+        registry(plain.url).subjects()
+
+
 def test_a_registry_that_says_nothing_is_given_up_and_asked_again(plain: Front) -> None:
     plain.moves.append("hang")
     assert isinstance(registry(plain.url, timeout="0.5").subjects(), list)
     assert len(plain.asked) == 2
+    plain.moves.append("hang")
+    with pytest.raises(RegistryUnavailable, match="or give a slow registry a longer timeout"):
+        registry(plain.url, timeout="0.2", max_retries="0").subjects()
 
 
 def test_a_refusal_is_not_tried_again(plain: Front) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from zync_assets_tests.network.certificates import Issued
 
-Move: TypeAlias = "int | str"
+Move: TypeAlias = "int | str | bytes"
 
 
 @dataclass
@@ -23,8 +23,8 @@ class Front:
     """The server.
 
     ``wanted``: the required ``Authorization`` header; ``moves``: the answers to the next requests, in place of forwarding: a
-    status, a redirect (``"307 address"``), or ``"hang"``; ``asked``: the received requests; ``others``: path → the path that is
-    asked for in its place.
+    status, a redirect (``"307 address"``), a body, or ``"hang"``; ``asked``: the received requests; ``others``: path → the path
+    that is asked for in its place.
     """
 
     url: str = ""
@@ -59,6 +59,8 @@ def front(registry_url: str, certificate: Issued | None = None, client_ca: str |
             elif isinstance(move, str):
                 status, address = move.split()
                 self._answer(int(status), b"", address + self.path)
+            elif isinstance(move, bytes):
+                self._answer(200, move)
             elif move is not None:
                 self._answer(move, b"{}")
             elif made.wanted is not None and self.headers["Authorization"] != made.wanted:
