@@ -218,11 +218,14 @@ def _of_rules(pipeline: Pipeline, choice: Selection) -> Iterable[QuarantinedReco
 
 
 def _seen_offsets(pipeline: Pipeline) -> Counter[tuple[str, int]]:
-    """(topic, partition) → the next offset that ETL looks at, in the staging pool that is the furthest."""
+    """(topic, partition) → the next offset that ETL looks at, in the staging pool that is the furthest. The pools in which the
+    topic is a table do not count: a record that comes after later records of its row changes nothing there."""
     offsets = Counter[tuple[str, int]]()
     for pool in pipeline.staging_pools:
+        tables = {table.topic for rule in pipeline.rules_of(pool) for table in rule.tables}
         if (state := staging.open_staging(pipeline.lake, pool)) is not None:
-            offsets |= Counter({place: position.seen for place, position in state.head.inputs.items()})
+            positions = state.head.inputs.items()
+            offsets |= Counter({place: position.seen for place, position in positions if place[0] not in tables})
     return offsets
 
 

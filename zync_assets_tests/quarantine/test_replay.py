@@ -32,6 +32,14 @@ ID = {"name": "id", "type": "long"}
 MORE = {"name": "more", "type": ["null", "string"], "default": None}
 
 
+VIEW = """
+transforms:
+  - {name: last, type: view, tables: {a: {topic: $left, key: "{odd: value.id > 0}"}}, from: a, out: $out,
+     key: CAST(a.id > 0 AS STRING), value: {id: a.id}}
+"""
+"""All records are changes of one row."""
+
+
 class Late:
     """A topic with records 1, 2 and 3, of which the second names a schema that the registry does not have yet."""
 
@@ -109,6 +117,18 @@ def test_a_replay_after_later_records_names_the_partition_and_the_cure(late: Lat
     assert done.stdout == "1 replayed, 0 left\n"
     assert f"note: ETL took later records before the replayed ones, of topic {it.left}, partition 0." in done.stderr
     assert f"zync rebuild {it.pipeline.path}" in done.stderr
+
+
+def test_a_replay_into_the_table_of_a_view_leaves_later_rows_and_says_nothing(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    late = Late(mini(services, spark, tmp_path, unique, AVRO + VIEW))
+    late.it.step()
+    late.mend()
+    done = CliRunner().invoke(main, ["quarantine", "replay", str(late.it.pipeline.path)])
+    assert (done.stdout, "note" in done.stderr) == ("1 replayed, 0 left\n", False)
+    assert ids(late.it) == [3]
+    assert late.it.classes(late.it.left) == {"done": 3}
 
 
 def test_a_replay_before_etl_says_nothing_of_later_records(late: Late) -> None:
