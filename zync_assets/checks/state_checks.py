@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, time
+from decimal import Decimal
 from functools import partial
 from heapq import nsmallest
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from zync_assets.checks.sink_checks import sink_subject
+from zync_assets.codecs.fields import BITS
 from zync_assets.codecs.spark_types import rows_frame
 from zync_assets.errors import LakeError, SinkError, TableUnfit
 from zync_assets.etl.views.rebuild import removed_records, state_counts
@@ -52,6 +54,10 @@ _MISFITS = (pa.ArrowException, ArithmeticError, AttributeError, TypeError, Value
 """Errors of a target's driver, of pyarrow and of the comparison for a value that is not of the column's type."""
 
 _UUID = re.compile("[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+_NUMBER = r"(-?\d+(?:\.\d+)?)"
+_INTERVAL = re.compile(
+    rf"P(?:{_NUMBER}Y)?(?:{_NUMBER}M)?(?:{_NUMBER}D)?(?:T(?:{_NUMBER}H)?(?:{_NUMBER}M)?(?:{_NUMBER}S)?)?"
+)
 
 
 def state_equals_raw(pipeline: Pipeline, pool: str, session: Session) -> CheckResult:
@@ -207,7 +213,8 @@ def _compare_rows(plan: SinkPlan, session: Session) -> Differences:
         pairs = source_rows.join(table_rows, "name", "full_outer")
         # Rows of the table may come from records that retention removed.
         is_whole = not getattr(plan.state, "retention_start", None)
-        parts = frame_results(pairs, partial(_compare_batches, table_layout.spec, is_whole), failure)
+        padded = plan.target().padded(table_layout.spec)
+        parts = frame_results(pairs, partial(_compare_batches, table_layout.spec, is_whole, padded), failure)
     return sum(parts, Differences())
 
 
@@ -251,17 +258,20 @@ def _is_readable(target: Target, spec: TableSpec, column: Column) -> bool:
     return True
 
 
-def _compare_batches(spec: TableSpec, is_whole: bool, batches: Iterable[pa.RecordBatch]) -> Differences:
-    """The differences of the joined rows of a task. ``is_whole``: whether the source has every record that was ever written."""
+def _compare_batches(
+    spec: TableSpec, is_whole: bool, padded: frozenset[str], batches: Iterable[pa.RecordBatch]
+) -> Differences:
+    """The differences of the joined rows of a task. ``is_whole``: whether the source has every record that was ever written.
+    ``padded``: as ``Target.padded``."""
     total = Differences()
     for batch in batches:
-        texts = {row["name"]: text for row in batch.to_pylist() if (text := _difference(spec, row, is_whole))}
+        texts = {row["name"]: text for row in batch.to_pylist() if (text := _difference(spec, row, is_whole, padded))}
         first = tuple(nsmallest(MOST, texts.items()))
         total += Differences(batch.num_rows, len(texts), first, min(texts, default=""), max(texts, default=""))
     return total
 
 
-def _difference(spec: TableSpec, row: dict[str, Any], is_whole: bool) -> str | None:
+def _difference(spec: TableSpec, row: dict[str, Any], is_whole: bool, padded: frozenset[str]) -> str | None:
     if (row["times"] or 0) > 1:
         return f"the table has the row {row['times']} times"
     if row["wanted"] is None:
@@ -273,7 +283,7 @@ def _difference(spec: TableSpec, row: dict[str, Any], is_whole: bool) -> str | N
     names = [
         column.name
         for column, source_value, table_value, mark in pairs
-        if mark == "1" and not _is_same(source_value, table_value)
+        if mark == "1" and not _is_same(source_value, table_value, is_padded=column.name in padded)
     ]
     return f"another value in {', '.join(names)}" if names else None
 
@@ -302,6 +312,9 @@ def _text(value: Any, column: Column) -> Any:
     if isinstance(value, float):
         # A database may keep no sign of a zero.
         return [repr(value or 0.0)]
+    if isinstance(value, bytes) and column.note == BITS:
+        # The last bits come first. A database may keep no zeros before the first one.
+        value = value.rstrip(b"\0")
     return value if value is None or isinstance(value, str) else [repr(value)]
 
 
@@ -323,20 +336,34 @@ def _plain(value: Any, kind: pa.DataType) -> Any:
     return value
 
 
-def _is_same(source_value: Any, table_value: Any) -> bool:
-    """Whether two values are equal. A text may lie in a column of JSON, of instants or of UUIDs, which keeps the value and not
-    its form."""
+def _is_same(source_value: Any, table_value: Any, *, is_padded: bool = False) -> bool:
+    """Whether two values are equal. A text may lie in a column of JSON, of times, of intervals or of UUIDs, which keeps the value
+    and not its form."""
     if source_value == table_value or not (isinstance(source_value, str) and isinstance(table_value, str)):
         return source_value == table_value
+    if is_padded:
+        return source_value.rstrip(" ") == table_value.rstrip(" ")
     try:
         if source_value[:1] in ("{", "["):
             return json.loads(source_value) == json.loads(table_value)
         if _UUID.fullmatch(source_value):
             return source_value.lower() == table_value
-        instants = [datetime.fromisoformat(text) for text in (source_value, table_value)]
-        return all(instant.tzinfo for instant in instants) and instants[0] == instants[1]
+        if source_value[:1] == "P":
+            return _interval(source_value) == _interval(table_value)
+        kind = time if source_value[2:3] == ":" else datetime
+        times = [kind.fromisoformat(text) for text in (source_value, table_value)]
+        return all(each.tzinfo for each in times) and times[0] == times[1]
     except ValueError:
         return False
+
+
+def _interval(text: str) -> tuple[int, int, Decimal]:
+    """The months, days and seconds of an interval in ISO 8601. ValueError for another text."""
+    match = _INTERVAL.fullmatch(text)
+    if match is None:
+        raise ValueError(text)
+    years, months, days, hours, minutes, seconds = (Decimal(part or 0) for part in match.groups())
+    return int(12 * years + months), int(days), 3600 * hours + 60 * minutes + seconds
 
 
 def _batch(**columns: list[Any]) -> pa.RecordBatch:

@@ -54,6 +54,10 @@ MICRO_TIMESTAMP = "io.debezium.time.MicroTimestamp"
 ZONED_TIMESTAMP = "io.debezium.time.ZonedTimestamp"
 DEBEZIUM_JSON = "io.debezium.data.Json"
 VARIABLE_DECIMAL = "io.debezium.data.VariableScaleDecimal"
+ZONED_TIME = "io.debezium.time.ZonedTime"
+BITS = "io.debezium.data.Bits"
+POINT = "io.debezium.data.geometry.Point"
+TSVECTOR = "io.debezium.data.Tsvector"
 
 _IMPLIED_NAMES = {"time-millis": TIME, "timestamp-millis": TIMESTAMP}
 """Names that the converters give Avro's logical types."""

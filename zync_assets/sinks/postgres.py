@@ -19,7 +19,6 @@ import secrets
 import ssl
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from decimal import Decimal
 from io import BytesIO
 from itertools import chain
 from typing import Any
@@ -32,18 +31,20 @@ from alembic.ddl.base import ColumnType
 from psycopg import sql
 from pyarrow import csv
 from sqlalchemy import event, exc
-from sqlalchemy.dialects.postgresql import ARRAY, DOMAIN, ENUM, HSTORE, JSONB, MONEY, TSVECTOR, insert
+from sqlalchemy.dialects.postgresql import ARRAY, ENUM, HSTORE, INTERVAL, JSONB, insert
 from sqlalchemy.dialects.postgresql.ranges import AbstractRange
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import ReflectedColumn
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.fields import DEBEZIUM_JSON, VARIABLE_DECIMAL, ZONED_TIMESTAMP
+from zync_assets.codecs.fields import DEBEZIUM_JSON
 from zync_assets.crashes import crash_point
 from zync_assets.errors import SinkError, TableLocked, TargetRefused, TargetUnavailable
 from zync_assets.pipeline import Evolve
 from zync_assets.sinks.postgres_dialect import (
-    as_source,
+    NAMED_TYPES,
+    NamedType,
+    base_type,
     column_values,
     copied_text,
     is_local_times,
@@ -51,6 +52,8 @@ from zync_assets.sinks.postgres_dialect import (
     lasting_cure,
     lock_holders,
     missing_rights,
+    own_type_holds,
+    read_value,
 )
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import (
@@ -66,7 +69,7 @@ from zync_assets.sinks.target import Column, LoadTable, Merge, Place, TableSpec,
 
 OPTIONS = {
     "connect_timeout": "10",
-    "options": "-c timezone=UTC -c lock_timeout=10s",
+    "options": "-c timezone=UTC -c intervalstyle=iso_8601 -c lock_timeout=10s",
     "application_name": "zync",
     **{f"keepalives_{name}": number for name, number in (("idle", "30"), ("interval", "10"), ("count", "3"))},
 }
@@ -115,6 +118,8 @@ class PostgresTarget(SqlTarget):
         def connect(dialect: object, record: object, arguments: object, options: dict[str, Any]) -> None:
             options |= connect_options(url, os.environ)
 
+        names: Any = engine.dialect
+        names.ischema_names = {**names.ischema_names, **NAMED_TYPES}
         return engine
 
     def prepare(self, spec: TableSpec, *, create: bool, evolve: Evolve) -> None:
@@ -196,10 +201,10 @@ class PostgresTarget(SqlTarget):
         return JSONB() if column.as_json else standard_type(column.type)
 
     def holds(self, existing: SqlType, column: Column) -> bool:
-        kind, existing = column.type, existing.data_type if isinstance(existing, DOMAIN) else existing
-        if column.note == VARIABLE_DECIMAL and isinstance(existing, sa.Numeric):
-            # With a precision, the type would round.
-            return not isinstance(existing, sa.Float) and existing.precision is None
+        kind, existing = column.type, base_type(existing)
+        is_held = own_type_holds(existing, column)
+        if is_held is not None:
+            return is_held
         if column.as_json:
             return isinstance(existing, (sa.JSON, sa.Text))
         if is_local_times(kind) and isinstance(existing, ARRAY) and isinstance(existing.item_type, sa.DateTime):
@@ -207,12 +212,7 @@ class PostgresTarget(SqlTarget):
             return is_exact(existing.item_type)
         if pa.types.is_list(kind) and isinstance(existing, sa.JSON):
             return is_plain(kind.value_type)
-        if column.note == ZONED_TIMESTAMP and isinstance(existing, sa.DateTime):
-            return bool(existing.timezone) and is_exact(existing)
-        # A money has two digits after the point, a tsvector sorts words, and the types name and "char" cut texts. A char(n) adds
-        # spaces, and ignores those at the end.
-        is_cut = isinstance(existing, (MONEY, TSVECTOR, sa.CHAR, sa.types.NullType)) or type(existing) is sa.String
-        return not is_cut and super().holds(existing, column)
+        return super().holds(existing, column)
 
     def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
         if spec.mode == "insert":
@@ -257,7 +257,7 @@ class PostgresTarget(SqlTarget):
             # One COPY for all rows: the server reads a batch while the next one is made.
             with _dbapi_errors(connection), driver.cursor() as cursor, cursor.copy(statement) as copy:
                 for batch in chain((first_batch,), rows):
-                    values = [column_values(batch.column(name), table.c[name].type) for name in names]
+                    values = [column_values(batch.column(name), table.c[name].type, name) for name in names]
                     texts = [
                         copied_text(part, as_json=name in json_names) for name, part in zip(names, values, strict=True)
                     ]
@@ -324,15 +324,20 @@ class PostgresTarget(SqlTarget):
         return [on_conflict(insert(table).from_select([*key, *others], rows), key, others)]
 
     def read_column(self, table: sa.Table, column: Column) -> sa.ColumnElement[Any]:
-        """A range as the text that the server writes: the driver has its own form. An hstore as the JSON of Debezium."""
+        """As the text that the server writes, where the driver has its own form. An hstore as the JSON of Debezium."""
         found = super().read_column(table, column)
-        if isinstance(found.type, HSTORE) and column.note == DEBEZIUM_JSON:
+        kind = base_type(found.type)
+        if isinstance(kind, HSTORE) and (column.note == DEBEZIUM_JSON or column.as_json):
             return sa.cast(sa.func.hstore_to_json(found), sa.Text)
-        return sa.cast(found, sa.Text) if isinstance(found.type, AbstractRange) else found
+        if isinstance(kind, ARRAY) and pa.types.is_list(column.type) and pa.types.is_string(column.type.value_type):
+            return sa.cast(found, ARRAY(sa.Text))
+        is_as_text = isinstance(kind, (AbstractRange, INTERVAL, NamedType)) or (
+            isinstance(kind, sa.Time) and kind.timezone
+        )
+        return sa.cast(found, sa.Text) if is_as_text else found
 
     def value(self, column: Column, value: Any) -> Any:
-        if isinstance(value, Decimal) and column.note == VARIABLE_DECIMAL:
-            return as_source(value, as_json=column.as_json)
+        value = read_value(value, column)
         if isinstance(value, dict) or (isinstance(value, list) and not pa.types.is_list(column.type)) or column.as_json:
             return value if value is None or isinstance(value, str) else json.dumps(value)
         if isinstance(value, list) and pa.types.is_string(column.type.value_type):
@@ -340,9 +345,10 @@ class PostgresTarget(SqlTarget):
         return super().value(column, value)
 
 
-def _generation(column: ReflectedColumn) -> list[sa.Computed]:
+def _generation(column: ReflectedColumn) -> list[sa.Computed | sa.Identity]:
     """A mark, without its expression, of a column that the database generates."""
-    return [sa.Computed("")] if "computed" in column or column.get("identity", {}).get("always") else []
+    identity: list[sa.Computed | sa.Identity] = [sa.Identity(always=True)]
+    return [sa.Computed("")] if "computed" in column else identity if column.get("identity", {}).get("always") else []
 
 
 def connect_options(url: sa.URL, environment: Mapping[str, str]) -> dict[str, str]:

@@ -5,20 +5,37 @@ from __future__ import annotations
 import decimal
 import json
 import re
+import struct
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import sqlalchemy as sa
 from sqlalchemy import exc
-from sqlalchemy.dialects.postgresql import ARRAY, DOMAIN, HSTORE, dialect
+from sqlalchemy.dialects.postgresql import (
+    ARRAY,
+    BIT,
+    DOMAIN,
+    HSTORE,
+    INTERVAL,
+    MONEY,
+    OID,
+    TSVECTOR,
+    BitString,
+    dialect,
+)
 from sqlalchemy.engine import Connection
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.evolution import variable_decimal
-from zync_assets.sinks.sql_types import POSITIONS, QUARANTINE, SqlType, with_single_percents
+from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, POINT, VARIABLE_DECIMAL, ZONED_TIME, ZONED_TIMESTAMP
+from zync_assets.codecs.fields import TSVECTOR as TSVECTOR_NOTE
+from zync_assets.errors import TargetRefused
+from zync_assets.sinks.sql_types import POSITIONS, QUARANTINE, SqlType, fitting, with_single_percents
+from zync_assets.sinks.target import Column, checked_times
 
 _LOGIN_ERRORS: Mapping[str, str] = {
     "certificate verify failed": "Name the file of its CA in the url, ?sslrootcert=FILE; sslmode=require would trust any server.",
@@ -136,20 +153,124 @@ def copied_text(column: pa.Array, *, as_json: bool = False) -> pa.Array:
     return column.cast(pa.string())
 
 
-def column_values(values: pa.Array, existing: SqlType) -> pa.Array:
-    """The values for a column of a type that ``PostgresTarget.holds`` takes beside the type of new columns."""
-    existing = existing.data_type if isinstance(existing, DOMAIN) else existing
-    if isinstance(existing, sa.Numeric) and pa.types.is_string(values.type):
+class NamedType(sa.types.UserDefinedType[str]):
+    """A type of PostgreSQL that SQLAlchemy does not know."""
+
+    cache_ok = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_col_spec(self, **_: Any) -> str:
+        return self.name
+
+
+NAMED_TYPES = {name: partial(NamedType, name) for name in ("xml", "ltree", "point")}
+"""Name → what SQLAlchemy makes of a column of the type."""
+
+
+def own_type_holds(existing: SqlType, column: Column) -> bool | None:
+    """Whether a column of a type of PostgreSQL's own holds the values of a source's column, or refuses them by an error. None if
+    SQL's types alone decide."""
+    kind, note = column.type, column.note
+    is_text = pa.types.is_string(kind)
+    match existing:
+        case sa.Float():
+            return None
+        case sa.Numeric() if note == VARIABLE_DECIMAL:
+            # With a precision, the type would round.
+            return existing.precision is None
+        case sa.Date() if note == DEBEZIUM_DATE:
+            return True
+        case sa.DateTime() if note == ZONED_TIMESTAMP:
+            return bool(existing.timezone)
+        case sa.Time() if existing.timezone:
+            return note == ZONED_TIME
+        case INTERVAL():
+            # Fields and digits of a second would be cut.
+            return is_text and existing.fields is None and existing.precision in (None, 6)
+        case BIT() if pa.types.is_boolean(kind):
+            return existing.length == 1
+        case BIT():
+            # Debezium leaves out the zeros before the first one.
+            return is_text or (note == BITS and not existing.varying)
+        case OID():
+            return pa.types.is_integer(kind)
+        case TSVECTOR():
+            # The type sorts the words of another text.
+            return note == TSVECTOR_NOTE
+        case HSTORE() if pa.types.is_map(kind):
+            return pa.types.is_string(kind.key_type) and pa.types.is_string(kind.item_type)
+        case ARRAY() if pa.types.is_list(kind):
+            is_held = own_type_holds(existing.item_type, Column("", kind.value_type))
+            return None if is_held is not False and not isinstance(existing.item_type, HSTORE) else False
+        case NamedType(name="point"):
+            return note == POINT
+        case MONEY() | sa.types.NullType():
+            # A money has the digits and the point of the server's locale.
+            return False
+        case _:
+            # The types name and "char" cut texts.
+            return False if type(existing) is sa.String and existing.length is None else None
+
+
+def column_values(values: pa.Array, existing: SqlType, name: str) -> pa.Array:
+    """The values for a column of a type that ``PostgresTarget.holds`` takes beside the type of new columns. TargetRefused for a
+    value that the column would change without a word."""
+    existing, kinds = base_type(existing), pa.types
+    is_text = kinds.is_string(values.type)
+    if isinstance(existing, sa.Numeric) and is_text:
         return _mapped_texts(values, _digits)
-    if isinstance(existing, HSTORE) and pa.types.is_string(values.type):
+    if isinstance(existing, HSTORE) and is_text:
         return _mapped_texts(values, _hstore)
+    if isinstance(existing, NamedType) and existing.name == "point":
+        return _mapped_texts(values, _point)
+    if isinstance(existing, BIT) and not is_text:
+        length = existing.length or 1
+        return _mapped_texts(values, lambda value: format(_number(value), f"0{length}b"))
+    if isinstance(existing, OID) and pc.any(pc.less(values, 0)).as_py():
+        raise TargetRefused(f"the column {name} is below 0, and an oid is not")
+    if isinstance(existing, sa.Date) and kinds.is_integer(values.type):
+        return checked_times(values.cast(pa.int32()).cast(pa.date32()), Column(name, pa.date32()))
     if isinstance(existing, ARRAY) and is_local_times(values.type) and getattr(existing.item_type, "timezone", False):
         return values.cast(pa.list_(pa.timestamp("us", tz="UTC")))
-    return values
+    return fitting(values, existing, name)
+
+
+def base_type(existing: SqlType) -> SqlType:
+    """The type of a domain, and any other type itself."""
+    return existing.data_type if isinstance(existing, DOMAIN) else existing
+
+
+def read_value(value: Any, column: Column) -> Any:
+    """A value of a column of a type of PostgreSQL's own, as the source has it; another value as it is."""
+    kinds, kind = pa.types, column.type
+    if isinstance(value, BitString):
+        if kinds.is_string(kind):
+            return str(value)
+        number = int(value or "0", 2)
+        return number == 1 if kinds.is_boolean(kind) else number.to_bytes((number.bit_length() + 7) // 8, "little")
+    if isinstance(value, Decimal) and column.note == VARIABLE_DECIMAL:
+        return as_source(value, as_json=column.as_json)
+    if isinstance(value, str) and column.note == POINT and value.startswith("("):
+        x, y = map(float, value.strip("()").split(","))
+        wkb = b64encode(struct.pack("<BIdd", 1, 1, x, y)).decode()
+        return json.dumps({"x": x, "y": y, "wkb": wkb, "srid": None})
+    return value
 
 
 def is_local_times(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) and pa.types.is_timestamp(kind.value_type) and kind.value_type.tz is None
+
+
+def _number(value: bool | bytes) -> int:
+    """A bit, or bits as Debezium has them: the last byte first."""
+    return int.from_bytes(value, "little") if isinstance(value, bytes) else int(value)
+
+
+def _point(text: str) -> str:
+    parts = json.loads(text)
+    return f"({parts['x']},{parts['y']})"
 
 
 def _digits(text: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import date
 from typing import Any
 
 import pyarrow as pa
@@ -31,7 +32,11 @@ from zync_assets.sinks.sql_types import (
     at_place,
     check_cured,
     check_load,
+    counted_rows,
+    generation,
     holds,
+    is_exact,
+    is_padded,
     missing_key,
     past_writers,
     place_values,
@@ -174,6 +179,12 @@ class SqlTarget(Target):
                 return []
             return places if places and self._has_records(connection, place, spec) else []
 
+    def padded(self, spec: TableSpec) -> frozenset[str]:
+        with self.connection() as connection:
+            return frozenset(
+                column.name for column in self._reflect_table(connection, spec).c if is_padded(column.type)
+            )
+
     def _has_records(self, connection: Connection, place: Place, spec: TableSpec) -> bool:
         """Whether the table has a record of a source. A table without a column for the topic: whether it has a row."""
         table = self._reflect_table(connection, spec)
@@ -205,9 +216,8 @@ class SqlTarget(Target):
                 table.create(connection)
                 return
             table = self._reflect_table(connection, spec)
-            statements, hopeless = self._differences(connection, table, spec)
-            allowed_level = {"none": 0, "add": 1, "widen": 2}[evolve]
-            refused_statements = [item for item in statements if item[0] > allowed_level]
+            statements, hopeless = self._differences(connection, table, spec, widens=evolve == "widen")
+            refused_statements = [item for item in statements if item[0] > {"none": 0, "add": 1, "widen": 2}[evolve]]
             if hopeless or refused_statements:
                 missing = [column.name for column in spec.columns if column.name not in table.c]
                 raise TableUnfit(advice(connection, spec.name, refused_statements, hopeless), missing)
@@ -218,7 +228,7 @@ class SqlTarget(Target):
         loads = [LoadTable(name, 0, removes=False, partial=False)]
         with self.loading(spec, name) as (connection, table):
             names = [column.name for column in table.columns]
-            self.write(connection, table, _counted_rows(rows, names, loads))
+            self.write(connection, table, counted_rows(rows, names, loads))
         crash_point("sink:loaded")
         return loads[0]
 
@@ -250,8 +260,7 @@ class SqlTarget(Target):
         with self.connection() as connection:
             table = self._reflect_table(connection, spec)
             columns = [self.read_column(table, item) for item in spec.columns]
-            result = connection.execution_options(yield_per=10_000).execute(sa.select(*columns))
-            for part in result.partitions():
+            for part in connection.execution_options(yield_per=10_000).execute(sa.select(*columns)).partitions():
                 yield self.arrow_rows(spec, [tuple(row) for row in part])
 
     def read_column(self, table: sa.Table, column: Column) -> sa.ColumnElement[Any]:
@@ -268,6 +277,8 @@ class SqlTarget(Target):
 
     def value(self, column: Column, value: Any) -> Any:
         """A value that the driver gave, as pyarrow takes it. A text may lie in a column of another type, such as uuid."""
+        if isinstance(value, date) and pa.types.is_integer(column.type):
+            return (value - date(1970, 1, 1)).days
         return str(value) if pa.types.is_string(column.type) and value is not None else value
 
     # ---- errors
@@ -298,9 +309,8 @@ class SqlTarget(Target):
 
     def _reflect_table(self, connection: Connection, spec: TableSpec) -> sa.Table:
         """The present table. TableUnfit if the table no longer exists."""
-        name, schema = named(spec)
         try:
-            return self.reflect(connection, name, schema)
+            return self.reflect(connection, *named(spec))
         except exc.NoSuchTableError:
             raise TableUnfit(f"table {spec.name} is not there any more. Run the sink again.") from None
 
@@ -324,10 +334,10 @@ class SqlTarget(Target):
         return sa.Table(name, sa.MetaData(), *columns, schema=schema, comment=spec.comment or None)
 
     def _differences(
-        self, connection: Connection, table: sa.Table, spec: TableSpec
+        self, connection: Connection, table: sa.Table, spec: TableSpec, *, widens: bool
     ) -> tuple[list[tuple[int, str, Any]], list[str]]:
         """The problems of a table that DDL of the sink cures, as (level of `evolve`, problem, DDL), and the problems that no
-        DDL of the sink cures."""
+        DDL of the sink cures. ``widens``: whether a column of times that refuses some of them is one."""
         statements: list[tuple[int, str, Any]] = []
         hopeless: list[str] = []
         for column in spec.columns:
@@ -337,22 +347,21 @@ class SqlTarget(Target):
                 ddl = AddColumn(table.name, new_column, schema=table.schema)
                 statements.append((1, f"column {column.name} is missing", ddl))
                 continue
-            existing, identity = table.c[column.name].type, table.c[column.name].identity
-            if table.c[column.name].computed is not None or (identity is not None and identity.always):
-                hopeless.append(
-                    f"the database itself generates column {column.name}; leave it out with columns: {{include: [...]}}"
-                )
+            existing = table.c[column.name].type
+            if problem := generation(connection, table, column.name):
+                hopeless.append(problem)
                 continue
-            if self.holds(existing, column):
+            is_held = self.holds(existing, column)
+            if is_held and (is_exact(existing) or not widens):
                 continue
-            mismatch = (
-                f"column {column.name} is {sql_text(existing, connection)}, and its source is {type_text(column.type)}"
-            )
+            old_type, source_type = sql_text(existing, connection), type_text(column.type)
+            mismatch = f"column {column.name} is {old_type}, and its source is {source_type}"
             larger = self.wider(existing, column)
-            if larger is None:
-                hopeless.append(f"{mismatch}; change the column, or make the value with before: {{set: ...}}")
-            else:
+            if larger is not None:
                 statements.append((2, mismatch, self.widening(table, column.name, larger)))
+            elif not is_held:
+                fit = sql_text(self.column_type(column, in_key=in_key), connection)
+                hopeless.append(f"{mismatch}; change the column to {fit}, or make the value with before: {{set: ...}}")
         if problem := self.key_problem(connection, table, spec):
             hopeless.append(problem)
         return statements, hopeless
@@ -439,12 +448,3 @@ class SqlTarget(Target):
             table, complete_rows.where(rows.c[OP] != DELETE, ~is_partial), spec.key, other_names
         ):
             connection.execute(statement)
-
-
-def _counted_rows(
-    rows: Iterator[pa.RecordBatch], names: Sequence[str], loads: list[LoadTable]
-) -> Iterator[pa.RecordBatch]:
-    """Columns of rows. The load table, which is alone in ``loads``, counts the rows."""
-    for batch in rows:
-        loads[0] = loads[0].plus(batch)
-        yield batch.select(names)

@@ -20,7 +20,7 @@ zync lie in each target: the positions of the sources, and the records that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -29,7 +29,8 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 from sqlalchemy.engine import Connection
 
-from zync_assets.errors import CommitConflict, TableUnfit
+from zync_assets.codecs.arrays import pc
+from zync_assets.errors import CommitConflict, TableUnfit, TargetRefused
 from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, Progress
 
 SqlType: TypeAlias = sa.types.TypeEngine[Any]
@@ -79,6 +80,7 @@ def type_text(kind: pa.DataType) -> str:
         pa.float32(): "float",
     }
     names |= {pa.float64(): "double", pa.bool_(): "boolean", pa.date32(): "date", pa.null(): "void"}
+    names |= {pa.time64("us"): "time of day"}
     return names.get(kind) or ("struct" if kinds.is_struct(kind) else str(kind).partition("<")[0])
 
 
@@ -103,13 +105,14 @@ def holds(existing: SqlType, kind: pa.DataType) -> bool:
     if kinds.is_date(kind):
         return isinstance(existing, sa.Date)
     if kinds.is_time(kind):
-        return isinstance(existing, sa.Time) and not existing.timezone and is_exact(existing)
+        return isinstance(existing, sa.Time) and not existing.timezone
     if kinds.is_timestamp(kind):
         # Without a zone, an instant would be a time of day in a zone that nobody knows.
         has_zone = kind.tz is not None
-        return isinstance(existing, sa.DateTime) and bool(existing.timezone) == has_zone and is_exact(existing)
+        return isinstance(existing, sa.DateTime) and bool(existing.timezone) == has_zone
     if kinds.is_list(kind) and isinstance(existing, sa.ARRAY):
-        return not kinds.is_nested(kind.value_type) and holds(existing.item_type, kind.value_type)
+        item_type = existing.item_type
+        return not kinds.is_nested(kind.value_type) and holds(item_type, kind.value_type) and is_exact(item_type)
     if kinds.is_nested(kind):
         return isinstance(existing, sa.JSON)
     numbers = (sa.Boolean, sa.Integer, sa.Numeric, sa.Float, sa.LargeBinary, sa.ARRAY)
@@ -117,8 +120,54 @@ def holds(existing: SqlType, kind: pa.DataType) -> bool:
 
 
 def is_exact(existing: SqlType) -> bool:
-    """Whether a type of times has microseconds. A type with fewer digits would round them without a word."""
-    return getattr(existing, "precision", None) in (None, 6)
+    """Whether a type has microseconds, if it is one of times. A type with fewer digits would round them without a word."""
+    return not isinstance(existing, (sa.DateTime, sa.Time)) or time_digits(existing) == 6
+
+
+def time_digits(existing: SqlType) -> int:
+    """The digits of a second's fraction in a type of times."""
+    if "fsp" in vars(existing):
+        return vars(existing)["fsp"] or 0
+    digits = getattr(existing, "precision", None)
+    return 6 if digits is None else digits
+
+
+_UNCUT = (sa.CHAR, sa.Enum)
+"""Types of texts that do not cut spaces, or ignore them."""
+
+
+def fitting(values: pa.Array, existing: SqlType, name: str) -> pa.Array:
+    """The values. TargetRefused for a value that a column would cut without a word: a time with more digits than the column's
+    type has, and a text with too many spaces at its end."""
+    items = values.flatten() if pa.types.is_list(values.type) else values
+    existing = getattr(existing, "item_type", existing)
+    is_text, length = pa.types.is_string(items.type), getattr(existing, "length", None)
+    if isinstance(existing, (sa.DateTime, sa.Time)):
+        digits = time_digits(existing)
+        limit = f"a time of {digits} digits of a second"
+        unit = 10 ** (6 - digits)
+        if is_text:
+            is_cut = pc.match_substring_regex(items, rf"\.\d{{{digits}}}\d*[1-9]")
+        elif unit > 1:
+            count = items.cast(pa.int64())
+            is_cut = pc.not_equal(pc.multiply(pc.divide(count, unit), unit), count)
+        else:
+            return values
+    elif is_text and length is not None and isinstance(existing, sa.String) and not isinstance(existing, _UNCUT):
+        # The server itself refuses other texts.
+        limit = f"a text of {length} characters"
+        lengths = [pc.utf8_length(part) for part in (items, pc.utf8_rtrim(items, " "))]
+        is_cut = pc.and_(pc.greater(lengths[0], length), pc.less_equal(lengths[1], length))
+    else:
+        return values
+    if len(cut := items.filter(is_cut)):
+        raise TargetRefused(f"the column {name} is {str(cut[0])[:100]!r}, and takes {limit}")
+    return values
+
+
+def is_padded(existing: SqlType) -> bool:
+    """Whether a type of texts ignores spaces at their ends."""
+    return isinstance(getattr(existing, "data_type", existing), sa.CHAR)
 
 
 def wider(existing: SqlType, kind: pa.DataType) -> SqlType | None:
@@ -237,6 +286,15 @@ def by_offset(records: Sequence[BadRecord]) -> tuple[BadRecord, ...]:
     return tuple(sorted(records, key=lambda item: (item.partition, item.offset)))
 
 
+def counted_rows(
+    rows: Iterator[pa.RecordBatch], names: Sequence[str], loads: list[LoadTable]
+) -> Iterator[pa.RecordBatch]:
+    """Columns of rows. The load table, which is alone in ``loads``, counts the rows."""
+    for batch in rows:
+        loads[0] = loads[0].plus(batch)
+        yield batch.select(names)
+
+
 def check_load(connection: Connection, rows: sa.Table, load: LoadTable) -> None:
     """CommitConflict unless a load table has the rows that were written. A server that ended abruptly may have emptied a load
     table that is not logged."""
@@ -346,6 +404,18 @@ def missing_key(connection: Connection, table: sa.Table, key: Sequence[str], unf
     sa.Table(table.name, sa.MetaData(), *columns, schema=table.schema)
     ddl = ddl_text(sa.schema.CreateIndex(sa.Index(f"{table.name[:40]}_key", *columns, unique=True)), connection)
     return f"no primary key or unique constraint is on ({', '.join(key)}); run: {ddl};"
+
+
+def generation(connection: Connection, table: sa.Table, name: str) -> str | None:
+    """Why a column takes no values, because the database itself makes them; None for another column."""
+    column = table.c[name]
+    if column.identity is not None and column.identity.always:
+        quote = connection.dialect.identifier_preparer
+        text = f"ALTER TABLE {quote.format_table(table)} ALTER COLUMN {quote.quote(name)} SET GENERATED BY DEFAULT;"
+        return f"the database itself numbers column {name}; run: {with_single_percents(text, connection.dialect)}"
+    if column.computed is not None:
+        return f"the database itself generates column {name}; leave it out with columns: {{include: [...]}}"
+    return None
 
 
 def loose_key(

@@ -36,9 +36,7 @@ from zync_assets.pipeline import Evolve, Sink, SinkMode
 from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET
 
 LOAD_PREFIX = "zync_load_"
-
 _REMOVALS = pa.array([DELETE, REPLACE])
-
 OUTAGE_CURE = "Check the url, and that the target is up."
 
 LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1")
@@ -234,10 +232,8 @@ class Target(ABC):
     @contextmanager
     def run(self, place: Place) -> Generator[str]:
         """The time of one batch: removes the load tables of killed runs, and yields a prefix for the names of load tables. Those
-        of a batch that fails are removed.
-
-        The names tell the process of their run. A target that can hold a lock for the time of a run does so instead.
-        """
+        of a batch that fails are removed. The names tell the process of their run. A target that can hold a lock for the time of
+        a run does so instead."""
         if dead := self.dead_loads(place):
             self.drop(dead)
         run = run_name(place)
@@ -280,6 +276,10 @@ class Target(ABC):
     def has_table(self, spec: TableSpec) -> bool:
         """Whether the table is there. A target that can't tell says yes."""
         return True
+
+    def padded(self, spec: TableSpec) -> frozenset[str]:
+        """The columns that ignore spaces at the ends of texts."""
+        return frozenset()
 
     def past_places(self, place: Place, spec: TableSpec, origin: str, writers: Mapping[Place, bool]) -> Sequence[Place]:
         """The places that wrote the source to this target before, if the table has records of it. A sink, or its pipeline, may
@@ -376,10 +376,8 @@ def checked_times(values: pa.Array, column: Column) -> pa.Array:
     if first <= low and high <= last:
         return values
     expectation = "a time of day from 0 to 24 hours" if kinds.is_time(kind) else "a time in the years 1 to 9999"
-    unit = "days" if kinds.is_date(kind) else "microseconds"
-    raise TargetRefused(
-        f"the column {column.name} is {low if low < first else high} {unit}, which is not {expectation}"
-    )
+    number = f"{low if low < first else high} {'days' if kinds.is_date(kind) else 'microseconds'}"
+    raise TargetRefused(f"the column {column.name} is {number}, which is not {expectation}")
 
 
 def named(spec: TableSpec) -> tuple[str, str | None]:

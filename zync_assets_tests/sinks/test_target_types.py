@@ -59,6 +59,8 @@ TYPES: dict[str, Any] = {
     "instant": logical("long", "timestamp-micros"),
     "local": named("long", "io.debezium.time.MicroTimestamp"),
     "zoned": named("string", "io.debezium.time.ZonedTimestamp"),
+    "hour": named("string", "io.debezium.time.ZonedTime"),
+    "span": named("string", "io.debezium.time.Interval"),
     "document": named("string", "io.debezium.data.Json"),
     "numbers": {"type": "array", "items": "int"},
     "words": {"type": "array", "items": ["null", "string"]},
@@ -99,6 +101,8 @@ ROW: dict[str, Any] = {
     "instant": datetime(1, 1, 1, 0, 0, 0, 1, tzinfo=UTC),
     "local": 1_700_000_000_123_456,
     "zoned": "2023-11-14T22:13:20.123456Z",
+    "hour": "23:59:59.5Z",
+    "span": "P0Y0M-1DT0H0M0S",
     "document": '{"a": 1.10}',
     "numbers": [1, -2],
     "words": ["a,b", None, "NULL", ""],
@@ -130,9 +134,9 @@ def test_postgres_keeps_every_type(services: Services, spark: SparkSession, tmp_
             unique,
             "CREATE TYPE mood AS ENUM ('glad', 'sad')",
             "CREATE TABLE own (id bigint PRIMARY KEY, flag boolean, small integer, large numeric(19), single real, double"
-            " double precision, money numeric(38, 10), exact numeric(38, 10), huge text, text varchar(20), ident uuid, mood"
+            " double precision, money numeric(38, 10), exact numeric(38, 10), huge text, text char(20), ident uuid, mood"
             " mood, bytes bytea, day date, clock time, millis time(6), instant timestamptz, local timestamp, zoned timestamptz,"
-            " document jsonb, numbers int[], words jsonb, places json, nested text)",
+            " hour timetz, span interval, document jsonb, numbers int[], words jsonb, places json, nested text)",
         )
         play(services, spark, tmp_path, unique, "postgres", f"postgresql://postgres@127.0.0.1:{server.port}/{unique}")
         columns = ", ".join(f"{name}::text" for name in ROW)
@@ -144,6 +148,8 @@ def test_postgres_keeps_every_type(services: Services, spark: SparkSession, tmp_
         )
         made = (
             "2023-11-14T22:13:20.123456Z",
+            "23:59:59.5Z",
+            "P0Y0M-1DT0H0M0S",
             '{"a": 1.10}',
             "{1,-2}",
             '{"a,b",NULL,"NULL",""}',
@@ -151,6 +157,8 @@ def test_postgres_keeps_every_type(services: Services, spark: SparkSession, tmp_
         )
         own = (
             "2023-11-14 22:13:20.123456+00",
+            "23:59:59.5+00",
+            "-1 days",
             '{"a": 1.10}',
             "{1,-2}",
             '["a,b", null, "NULL", ""]',
@@ -172,7 +180,8 @@ def test_sqlite_keeps_every_type(services: Services, spark: SparkSession, tmp_pa
         connection.execute(
             "CREATE TABLE own (id INTEGER PRIMARY KEY, flag BOOLEAN, small INT, large BIGINT, single REAL, double DOUBLE,"
             " money TEXT, exact TEXT, huge TEXT, text VARCHAR(20), ident TEXT, mood TEXT, bytes BLOB, day DATE, clock TIME,"
-            " millis TIME, instant TIMESTAMP, local DATETIME, zoned TEXT, document TEXT, numbers JSON, words JSON, places JSON,"
+            " millis TIME, instant TIMESTAMP, local DATETIME, zoned TEXT, hour TEXT, span TEXT,"
+            " document TEXT, numbers JSON, words JSON, places JSON,"
             " nested JSON)"
         )
     play(services, spark, tmp_path, unique, "sqlite", str(place))
@@ -180,7 +189,15 @@ def test_sqlite_keeps_every_type(services: Services, spark: SparkSession, tmp_pa
         *(1, -(2**31), 2**63 - 1, 0.5, 0.1, "-1234567.89", "-1234567890123456789012345678.0123456789"),
         *(format(ROW["huge"], "f"), 'a "b",\n\\N', str(ROW["ident"]), "sad", b"\0\xff\\x", "1582-10-14"),
         *("23:59:59.999999", "23:59:59.999000", "0001-01-01T00:00:00.000001+00:00", "2023-11-14T22:13:20.123456"),
-        *("2023-11-14T22:13:20.123456Z", '{"a": 1.10}', "[1,-2]", '["a,b",null,"NULL",""]', '{"a":9007199254740993}'),
+        *(
+            "2023-11-14T22:13:20.123456Z",
+            "23:59:59.5Z",
+            "P0Y0M-1DT0H0M0S",
+            '{"a": 1.10}',
+            "[1,-2]",
+            '["a,b",null,"NULL",""]',
+            '{"a":9007199254740993}',
+        ),
         '{"price":1.1000000000,"tags":["x"]}',
     )
     with sqlite3.connect(place) as connection:
