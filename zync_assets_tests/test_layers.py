@@ -17,7 +17,7 @@ PACKAGE = Path(zync_assets.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [path for path in FILES if path.name != "__init__.py"]
 
-MOST_MODULES = 218
+MOST_MODULES = 219
 MOST_LINES = 450
 
 LAYERS = {

@@ -14,14 +14,14 @@ TLS: a server on another host must show a certificate for its host's name that t
 
 from __future__ import annotations
 
-import math
 import re
 import secrets
 import ssl
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import date, datetime, timedelta
+from datetime import date
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import pyarrow as pa
 import pymysql
@@ -36,9 +36,18 @@ from zync_assets.errors import SinkError, TableLocked, TargetRefused, TargetUnav
 from zync_assets.pipeline_file.fields import TLS_FILES, TLS_SWITCHES, option_fault
 from zync_assets.private import put
 from zync_assets.sinks.fold import DELETE, OP, REPLACE
+from zync_assets.sinks.mysql_types import digits_of, holds, read_value, signed_bits, stored_values
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import BOOK, DIGITS, SqlType, ddl_text, loose_key, missing_key, with_single_percents
-from zync_assets.sinks.sql_types import holds as standard_holds
+from zync_assets.sinks.sql_types import (
+    BOOK,
+    DIGITS,
+    SqlType,
+    ddl_text,
+    is_padded,
+    loose_key,
+    missing_key,
+    with_single_percents,
+)
 from zync_assets.sinks.target import LOCAL_HOSTS, Column, Merge, Place, TableSpec, load_names, tls_fault
 
 CONNECT_SECONDS = 10
@@ -89,13 +98,6 @@ _RIGHTS = "SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER"
 """A missing right, an unknown database or a wrong password, and the rights that a sink needs."""
 
 
-_BITS: tuple[tuple[type[SqlType], int], ...] = (
-    (mysql.TINYINT, 8),
-    (mysql.SMALLINT, 16),
-    (mysql.MEDIUMINT, 24),
-    (mysql.BIGINT, 64),
-    (mysql.INTEGER, 32),
-)
 _TEXTS = (mysql.TINYTEXT, mysql.TEXT, mysql.MEDIUMTEXT, mysql.LONGTEXT)
 _BYTEWISE = ("nopad_bin", "0900_bin")
 """The ends of the names of collations that compare byte by byte, spaces at the end too: in MariaDB, and in MySQL."""
@@ -107,7 +109,6 @@ _PREFIXES = sa.text(
 _COLLATIONS = sa.text(
     "SELECT column_name, collation_name FROM information_schema.columns WHERE table_schema = :schema AND table_name = :name"
 )
-_BINARIES = (sa.LargeBinary, sa.VARBINARY, sa.BLOB, mysql.TINYBLOB, mysql.MEDIUMBLOB, mysql.LONGBLOB)
 
 
 class MysqlTarget(SqlTarget):
@@ -234,8 +235,13 @@ class MysqlTarget(SqlTarget):
         place = {"schema": table.schema or self.engine().url.database, "name": table.name}
         unfit = connection.execute(_PREFIXES, place).scalars().all()
         collations = {row[0]: row[1] for row in connection.execute(_COLLATIONS, place).all()}
-        wrong = [name for name in spec.key if not (collations.get(name) or _BYTEWISE[0]).endswith(_BYTEWISE)]
-        problem = missing_key(connection, table, spec.key, unfit)
+        wrong = [
+            name
+            for name in spec.key
+            if is_padded(table.c[name].type) or not (collations.get(name) or _BYTEWISE[0]).endswith(_BYTEWISE)
+        ]
+        with _quietly():
+            problem = missing_key(connection, table, spec.key, unfit)
         if problem is not None:
             # An index takes no text without a length.
             wrong = [name for name in spec.key if isinstance(table.c[name].type, _TEXTS)]
@@ -251,39 +257,25 @@ class MysqlTarget(SqlTarget):
         return mysql.VARCHAR(getattr(existing, "length", None) or KEY_LENGTH, charset="utf8mb4", collation=collation)
 
     def holds(self, existing: SqlType, column: Column) -> bool:
-        kinds, kind = pa.types, column.type
-        bits = _bits(existing)
-        if column.as_json:
-            return isinstance(existing, (mysql.LONGTEXT, mysql.JSON))
-        if kinds.is_boolean(kind):
-            return bool(bits)
-        if kinds.is_integer(kind) and bits:
-            return kind.bit_width <= bits
-        if kinds.is_floating(kind):
-            return isinstance(existing, (mysql.DOUBLE, sa.Double))
-        if kinds.is_timestamp(kind):
-            return isinstance(existing, mysql.DATETIME) and existing.fsp == 6
-        if kinds.is_time(kind):
-            return isinstance(existing, mysql.TIME) and existing.fsp == 6
-        if kinds.is_integer(kind) or kinds.is_decimal(kind):
-            # A decimal with fewer digits after the point would be rounded without a word.
-            return isinstance(existing, mysql.DECIMAL) and standard_holds(existing, kind)
-        if kinds.is_binary(kind) or kinds.is_large_binary(kind):
-            return isinstance(existing, _BINARIES)
-        # A CHAR loses the spaces at the end.
-        return not isinstance(existing, (mysql.DATETIME, mysql.TIMESTAMP, mysql.CHAR)) and standard_holds(
-            existing, kind
-        )
+        return holds(existing, column)
+
+    def load_type(self, existing: SqlType) -> SqlType:
+        """A TIMESTAMP of older servers takes no nulls, unless its definition says so."""
+        return mysql.DATETIME(fsp=existing.fsp) if isinstance(existing, mysql.TIMESTAMP) else existing
+
+    def reflect(self, connection: Connection, name: str, schema: str | None) -> sa.Table:
+        with _quietly():
+            return super().reflect(connection, name, schema)
 
     def wider(self, existing: SqlType, column: Column) -> SqlType | None:
         kinds, kind = pa.types, column.type
-        bits = _bits(existing)
+        bits = signed_bits(existing)
         if kinds.is_integer(kind) and bits:
             return self.column_type(column, in_key=False)
         if not isinstance(existing, mysql.DECIMAL) and not bits:
             return None
         if kinds.is_decimal(kind) or kinds.is_integer(kind):
-            whole_digits, scale = _digits(kind)
+            whole_digits, scale = digits_of(kind)
             old_scale = 0 if bits else existing.scale or 0  # pyright: ignore[reportAttributeAccessIssue]
             old_whole = DIGITS.get(bits, 10) if bits else (existing.precision or 10) - old_scale  # pyright: ignore
             scale, whole_digits = max(scale, old_scale), max(whole_digits, old_whole)
@@ -308,7 +300,9 @@ class MysqlTarget(SqlTarget):
     def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
         quote = connection.dialect.identifier_preparer
         for batch in rows:
-            columns = [_stored_values(batch.column(name), name, self.days) for name in batch.schema.names]
+            columns = [
+                stored_values(batch.column(name), table.c[name].type, name, self.days) for name in batch.schema.names
+            ]
             names = ", ".join(quote.quote(name) for name in batch.schema.names)
             marks = ", ".join(["%s"] * len(columns))
             # PyMySQL joins the rows of such a statement into statements of many rows. The names have their percent signs twice.
@@ -346,12 +340,23 @@ class MysqlTarget(SqlTarget):
                 column.type.asdecimal = False
         return table
 
+    def read_column(self, table: sa.Table, column: Column) -> sa.ColumnElement[Any]:
+        """A set as text, in the order of its type. A FLOAT as a double: it has six digits otherwise."""
+        found = super().read_column(table, column)
+        if isinstance(found.type, mysql.SET):
+            return sa.cast(found, sa.CHAR)
+        return found + sa.literal_column("0e0", sa.Double()) if isinstance(found.type, mysql.FLOAT) else found
+
     def value(self, column: Column, value: Any) -> Any:
-        if isinstance(value, timedelta):
-            return (datetime.min + value).time()
-        if pa.types.is_boolean(column.type) and value is not None:
-            return bool(value)
-        return super().value(column, value)
+        return super().value(column, read_value(value, column))
+
+
+@contextmanager
+def _quietly() -> Generator[None]:
+    """Without a warning for a column of a type that SQLAlchemy does not know: no record may name it."""
+    with catch_warnings():
+        simplefilter("ignore", exc.SAWarning)
+        yield
 
 
 def _begin_session(connection: Any, record: object) -> None:
@@ -402,34 +407,3 @@ def tls_options(query: Mapping[str, str]) -> dict[str, Any]:
 def _code(error: exc.DBAPIError) -> int:
     arguments: Any = getattr(error.orig, "args", ())
     return arguments[0] if arguments and isinstance(arguments[0], int) else 0
-
-
-def _bits(existing: SqlType) -> int:
-    """The bits of a signed integer's type; 0 for another type."""
-    if getattr(existing, "unsigned", False):
-        return 0
-    return next((bits for of, bits in _BITS if isinstance(existing, of)), 0)
-
-
-def _digits(kind: pa.DataType) -> tuple[int, int]:
-    """The most digits before and after the point."""
-    return (kind.precision - kind.scale, kind.scale) if pa.types.is_decimal(kind) else (DIGITS[kind.bit_width], 0)
-
-
-def _stored_values(column: pa.Array, name: str, days: tuple[date, date]) -> Sequence[Any]:
-    """The values of a column as PyMySQL takes them. TargetRefused for a value that MySQL does not have."""
-    kinds, kind = pa.types, column.type
-    if kinds.is_timestamp(kind):
-        column = column.cast(pa.timestamp("us", kind.tz)).cast(pa.timestamp("us"))
-    values = column.to_pylist()
-    if kinds.is_floating(kind):
-        odd = next((value for value in values if value is not None and not math.isfinite(value)), None)
-        if odd is not None:
-            raise TargetRefused(f"the column {name} is {odd}, and MySQL has no such number")
-    if kinds.is_date(kind) or kinds.is_timestamp(kind):
-        first, last = days
-        for value in values:
-            day = value.date() if isinstance(value, datetime) else value
-            if day is not None and not first <= day <= last:
-                raise TargetRefused(f"the column {name} is {value}; MySQL's dates go from {first} to {last}")
-    return values

@@ -12,7 +12,8 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import UTC, date, datetime
+from datetime import time as clock
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import pyarrow as pa
 import pymysql
 import pytest
 
+from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, ZONED_TIMESTAMP
 from zync_assets.errors import SinkError, TableUnfit, TargetRefused, TargetUnavailable
 from zync_assets.sinks.mysql import MysqlTarget
 from zync_assets.sinks.target import Column, Merge, TableSpec
@@ -203,7 +205,10 @@ def test_values_that_mysql_would_change_are_refused(server: Server, database: st
     )
     for fields, words in (
         ({"v": "long"}, "Data too long for column 'v'"),
-        ({"e": "c"}, "Data truncated for column 'e'"),
+        ({"e": "c"}, "the column e is c; its values are a, b"),
+        ({"e": "2"}, "the column e is 2; its values are a, b"),
+        ({"e": "A"}, "the column e is A; its values are a, b"),
+        ({"v": "ab  "}, "the column v is 'ab  ', and takes a text of 3 characters"),
         ({"j": "{"}, "CONSTRAINT `rows.j` failed"),
         ({"n": math.nan}, "the column n is nan"),
         ({"d": date(999, 1, 1)}, "the column d is 0999-01-01; MySQL's dates go from 1000-01-01"),
@@ -213,6 +218,73 @@ def test_values_that_mysql_would_change_are_refused(server: Server, database: st
     good = {"v": "abc", "e": "b", "j": '{"a": 1.10}', "n": 0.5, "d": date(1000, 1, 1), "t": datetime(2026, 1, 2, 3)}
     apply(target, table, [one(1, good)])
     assert server.run(database, "SELECT v, e, j, n, d, t FROM `rows`") == [tuple(good.values())]
+
+
+BETWEEN = Decimal(2**64 - 1)
+"""The largest number without a sign."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "value", "text", "odd"),
+    [
+        ("char(5)", Column("v", pa.string()), "ab", "ab", "abcdef"),
+        ("set('x', 'y', 'z')", Column("v", pa.string()), "x,z", "x,z", "z,x"),
+        ("tinytext", Column("v", pa.string()), "a ", "a ", "a" + 255 * " "),
+        ("year", Column("v", pa.int32()), 2024, "2024", 24),
+        ("tinyint", Column("v", pa.int16()), -128, "-128", 128),
+        ("tinyint unsigned", Column("v", pa.int16()), 255, "255", -1),
+        ("mediumint", Column("v", pa.int32()), 2**23 - 1, "8388607", 2**23),
+        ("int unsigned", Column("v", pa.int64()), 2**32 - 1, "4294967295", -1),
+        ("bigint unsigned", Column("v", pa.int64()), 5, "5", -1),
+        ("bigint unsigned", Column("v", pa.decimal128(38, 0)), BETWEEN, str(BETWEEN), BETWEEN + 1),
+        ("bit(1)", Column("v", pa.bool_()), True, "1", None),
+        ("bit(12)", Column("v", pa.binary(), note=BITS), b"\x01\x08", "2049", b"\x00\x10"),
+        ("binary(3)", Column("v", pa.binary()), b"ab\0", "ab\0", b"ab"),
+        ("float", Column("v", pa.float32()), 3.4028234663852886e38, "3.40282e38", None),
+        ("date", Column("v", pa.int32(), note=DEBEZIUM_DATE), -1, "1969-12-31", -(10**6)),
+        ("time(3)", Column("v", pa.time64("us")), clock(1, 2, 3, 4000), "01:02:03.004", clock(1, 2, 3, 4)),
+        ("datetime", Column("v", pa.timestamp("us")), datetime(1969, 1, 2), "1969-01-02 00:00:00", datetime(1, 1, 1)),
+        (
+            "timestamp(3) null",
+            Column("v", pa.timestamp("us", "UTC")),
+            datetime(2024, 1, 2, 0, 0, 0, 5000, UTC),
+            "2024-01-02 00:00:00.005",
+            datetime(2024, 1, 2, 0, 0, 0, 5, UTC),
+        ),
+        (
+            "timestamp null",
+            Column("v", pa.string(), note=ZONED_TIMESTAMP),
+            "2024-01-02T02:00:00+02:00",
+            "2024-01-02 00:00:00",
+            "2024-01-02T00:00:00.5Z",
+        ),
+    ],
+)
+def test_a_value_of_debezium_goes_into_the_type_that_it_comes_from(
+    server: Server, database: str, kind: str, column: Column, value: Any, text: str, odd: Any
+) -> None:
+    target = MysqlTarget(server.url(database))
+    server.run(database, f"CREATE TABLE `rows` (id bigint PRIMARY KEY, v {kind})")
+    table = TableSpec("rows", (Column("id", pa.int64()), column), ("id",), "upsert")
+    target.prepare(table, create=False, evolve="none")
+    apply(target, table, [one(1, {"v": value}), one(2, {"v": None})])
+    query = f"SELECT CAST({'v + 0' if kind.startswith('bit') else 'v'} AS CHAR) FROM `rows` ORDER BY id"
+    with server.connected(database) as cursor:
+        cursor.execute("SET time_zone = '+00:00'")
+        cursor.execute(query)
+        assert list(cursor.fetchall()) == [(text,), (None,)]
+    found = {row["id"]: row["v"] for batch in target.rows(table) for row in batch.to_pylist()}
+    read = "2024-01-02T00:00:00Z" if column.note == ZONED_TIMESTAMP else value
+    assert found == {1: read, 2: None}
+    if odd is not None:
+        assert_refuses(target, table, [one(3, {"v": odd})])
+
+
+@pytest.mark.parametrize("kind", ["bit(8)", "year", "binary(4)", "varbinary(4)", "inet6", "point"])
+def test_a_text_does_not_go_into_a_column_that_would_change_it(server: Server, database: str, kind: str) -> None:
+    server.run(database, f"CREATE TABLE `rows` (id bigint PRIMARY KEY, v {kind})")
+    with pytest.raises(TableUnfit, match=r"column v is .*, and its source is string; change the column to LONGTEXT"):
+        MysqlTarget(server.url(database)).prepare(spec(id=pa.int64(), v=pa.string()), create=False, evolve="none")
 
 
 @pytest.mark.parametrize("key", [("id",), ("id", 'Part "x" 5%s')])

@@ -1,0 +1,211 @@
+"""MySQL's and MariaDB's types: what a column of a table holds, and the values as PyMySQL takes and gives them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import sqlalchemy as sa
+from sqlalchemy.dialects import mysql
+
+from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, ZONED_TIMESTAMP
+from zync_assets.errors import TargetRefused
+from zync_assets.sinks.sql_types import DIGITS, SqlType, fitting
+from zync_assets.sinks.sql_types import holds as standard_holds
+from zync_assets.sinks.target import Column, checked_times
+
+_BITS: tuple[tuple[type[SqlType], int], ...] = (
+    (mysql.TINYINT, 8),
+    (mysql.SMALLINT, 16),
+    (mysql.MEDIUMINT, 24),
+    (mysql.BIGINT, 64),
+    (mysql.INTEGER, 32),
+)
+_SOURCE_BITS: tuple[tuple[type[SqlType], bool, int], ...] = (
+    (mysql.TINYINT, False, 16),
+    (mysql.TINYINT, True, 16),
+    (mysql.SMALLINT, True, 32),
+    (mysql.MEDIUMINT, False, 32),
+    (mysql.MEDIUMINT, True, 32),
+    (mysql.INTEGER, True, 64),
+    (mysql.BIGINT, True, 64),
+)
+"""A type of numbers, whether it is unsigned, and the bits of the number that Debezium makes of it. The server refuses others."""
+_BINARIES = (sa.LargeBinary, sa.BINARY, sa.VARBINARY, sa.BLOB, mysql.TINYBLOB, mysql.MEDIUMBLOB, mysql.LONGBLOB)
+_LENGTHS: tuple[tuple[type[SqlType], int], ...] = (
+    (mysql.TINYTEXT, 2**8 - 1),
+    (mysql.MEDIUMTEXT, 2**24 - 1),
+    (mysql.LONGTEXT, 2**32 - 1),
+    (mysql.TEXT, 2**16 - 1),
+)
+"""The bytes of each type of long texts."""
+_TEXTS = tuple(of for of, _ in _LENGTHS)
+
+
+def holds(existing: SqlType, column: Column) -> bool:
+    """Whether a column holds the values of a source's column, or refuses them by an error."""
+    kinds, kind = pa.types, column.type
+    bits = signed_bits(existing)
+    if column.as_json:
+        return isinstance(existing, (mysql.LONGTEXT, mysql.JSON))
+    if isinstance(existing, mysql.BIT):
+        # Other binaries and texts have their bits in another order.
+        return existing.length == 1 if kinds.is_boolean(kind) else column.note == BITS
+    if kinds.is_boolean(kind):
+        return bool(bits)
+    if kinds.is_integer(kind) and isinstance(existing, mysql.YEAR):
+        return kind.bit_width == 32
+    if kinds.is_integer(kind) and (bits or source_bits(existing)):
+        return kind.bit_width <= max(bits, source_bits(existing))
+    if kinds.is_decimal(kind) and source_bits(existing) == 64:
+        return kind.scale == 0
+    if kinds.is_floating(kind):
+        is_single = kinds.is_float32(kind) and isinstance(existing, mysql.FLOAT) and existing.precision is None
+        return is_single or isinstance(existing, (mysql.DOUBLE, sa.Double))
+    if kinds.is_timestamp(kind):
+        # A TIMESTAMP has the time zone of the session, which is UTC.
+        return isinstance(existing, mysql.DATETIME) or (isinstance(existing, mysql.TIMESTAMP) and kind.tz is not None)
+    if column.note == ZONED_TIMESTAMP and isinstance(existing, (mysql.DATETIME, mysql.TIMESTAMP)):
+        return True
+    if column.note == DEBEZIUM_DATE and isinstance(existing, sa.Date):
+        return True
+    if kinds.is_time(kind):
+        return isinstance(existing, mysql.TIME)
+    if kinds.is_integer(kind) or kinds.is_decimal(kind):
+        # A decimal with fewer digits after the point would be rounded without a word.
+        return isinstance(existing, mysql.DECIMAL) and standard_holds(existing, kind)
+    if kinds.is_binary(kind) or kinds.is_large_binary(kind):
+        return isinstance(existing, _BINARIES)
+    # A text would be bytes, or a year of another century.
+    others = (*_BINARIES, mysql.DATETIME, mysql.TIMESTAMP, mysql.YEAR, sa.types.NullType)
+    return not isinstance(existing, others) and standard_holds(existing, kind)
+
+
+def signed_bits(existing: SqlType) -> int:
+    """The bits of a signed integer's type; 0 for another type."""
+    if getattr(existing, "unsigned", False):
+        return 0
+    return next((bits for of, bits in _BITS if isinstance(existing, of)), 0)
+
+
+def source_bits(existing: SqlType) -> int:
+    """The bits of the number that Debezium makes of a type of other numbers than 16, 32 and 64 bits have; 0 for another type."""
+    is_unsigned = bool(getattr(existing, "unsigned", False))
+    rows = (bits for of, unsigned, bits in _SOURCE_BITS if type(existing) is of and unsigned == is_unsigned)
+    return next(rows, 0)
+
+
+def digits_of(kind: pa.DataType) -> tuple[int, int]:
+    """The most digits before and after the point."""
+    return (kind.precision - kind.scale, kind.scale) if pa.types.is_decimal(kind) else (DIGITS[kind.bit_width], 0)
+
+
+def stored_values(column: pa.Array, existing: SqlType, name: str, days: tuple[date, date]) -> Sequence[Any]:
+    """The values of a column as PyMySQL takes them. TargetRefused for a value that the column does not have, and would change
+    without a word."""
+    kinds, kind = pa.types, column.type
+    if kinds.is_timestamp(kind):
+        column = column.cast(pa.timestamp("us", kind.tz)).cast(pa.timestamp("us"))
+    if kinds.is_integer(kind) and isinstance(existing, sa.Date):
+        column = checked_times(column.cast(pa.int32()).cast(pa.date32()), Column(name, pa.date32()))
+    values = fitting(column, existing, name).to_pylist()
+    change = _change(column.type, existing, days)
+    if change is None:
+        return values
+    for at, value in enumerate(values):
+        try:
+            values[at] = None if value is None else change(value)
+        except ValueError as error:
+            raise TargetRefused(f"the column {name} is {str(value)[:100]}; {error}") from None
+    return values
+
+
+def _change(kind: pa.DataType, existing: SqlType, days: tuple[date, date]) -> Callable[[Any], Any] | None:
+    """What makes a value of a column's; None if nothing is to be done. The function raises ValueError for a value that the column
+    does not have."""
+    kinds = pa.types
+    if kinds.is_floating(kind):
+        return _finite
+    if kinds.is_date(kind) or kinds.is_timestamp(kind):
+        return partial(_day, days=days)
+    match existing:
+        case mysql.DATETIME() | mysql.TIMESTAMP() if kinds.is_string(kind):
+            return lambda text: _day(datetime.fromisoformat(text).astimezone(UTC).replace(tzinfo=None), days=days)
+        case mysql.BIT():
+            return lambda value: int.from_bytes(value, "little") if isinstance(value, bytes) else int(value)
+        case mysql.YEAR():
+            return _year
+        case mysql.SET():
+            return partial(_members, values=existing.values)
+        case mysql.ENUM():
+            return partial(_member, values=existing.enums)
+        case sa.BINARY():
+            return partial(_whole, length=existing.length or 1)
+        case _:
+            lengths = (length for of, length in _LENGTHS if isinstance(existing, of))
+            return partial(_uncut, length=next(lengths)) if isinstance(existing, _TEXTS) else None
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError("MySQL has no such number")
+    return value
+
+
+def _day(value: date, days: tuple[date, date]) -> date:
+    if not days[0] <= (value.date() if isinstance(value, datetime) else value) <= days[1]:
+        raise ValueError(f"MySQL's dates go from {days[0]} to {days[1]}")
+    return value
+
+
+def _year(value: int) -> int:
+    if 0 < value < 100:
+        raise ValueError("MySQL would make another century of it")
+    return value
+
+
+def _member(value: str, values: Sequence[str]) -> str:
+    # The server takes another case, spaces at the end, and the number of a value.
+    if value not in values:
+        raise ValueError(f"its values are {', '.join(values)}")
+    return value
+
+
+def _members(value: str, values: Sequence[str]) -> str:
+    chosen = value.split(",")
+    if value and value != ",".join(item for item in values if item in chosen):
+        raise ValueError(f"its values are, in this order, {', '.join(values)}")
+    return value
+
+
+def _whole(value: bytes, length: int) -> bytes:
+    # The server would add zeros.
+    if len(value) != length:
+        raise ValueError(f"its values have {length} bytes")
+    return value
+
+
+def _uncut(value: str, length: int) -> str:
+    # The server itself refuses other texts.
+    if len(value.encode()) > length >= len(value.rstrip(" ").encode()):
+        raise ValueError(f"its values have {length} bytes at the most")
+    return value
+
+
+def read_value(value: Any, column: Column) -> Any:
+    """A value that PyMySQL gave, as the source has it."""
+    kinds, kind = pa.types, column.type
+    if isinstance(value, timedelta):
+        return (datetime.min + value).time()
+    if isinstance(value, datetime) and kinds.is_string(kind):
+        return f"{value.isoformat()}Z"
+    if isinstance(value, int) and kinds.is_boolean(kind):
+        return bool(value)
+    if isinstance(value, int) and kinds.is_binary(kind):
+        return value.to_bytes((value.bit_length() + 7) // 8, "little")
+    return Decimal(value) if isinstance(value, int) and kinds.is_decimal(kind) else value
