@@ -17,12 +17,12 @@ PACKAGE = Path(zync_assets.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = [path for path in FILES if path.name != "__init__.py"]
 
-MOST_MODULES = 219
+MOST_MODULES = 220
 MOST_LINES = 450
 
 LAYERS = {
     "the public API": 13,
-    "definitions": 12,
+    "definitions": 12, "__main__": 12,
     "cli": 11, "assets": 11,
     "runner": 10, "checks": 10,
     "quarantine": 9,

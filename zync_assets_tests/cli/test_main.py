@@ -30,6 +30,12 @@ def run_raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> Result
     return CliRunner().invoke(main, ["command"])
 
 
+def test_the_package_runs_as_the_command() -> None:
+    command = [sys.executable, "-m", "zync_assets", "--help"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "python -m zync_assets [OPTIONS] COMMAND" in answer.stdout
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["local", "status", "--dir", "/nowhere/at/all"]])
 def test_nothing_heavy_is_imported_for_a_light_command(arguments: list[str]) -> None:
     code = (
