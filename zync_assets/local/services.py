@@ -245,7 +245,8 @@ def demo_environment(services: Services | None = None) -> dict[str, str]:
 
 def addresses(services: Services) -> Mapping[str, str]:
     """The environment variables of the demo's pipeline file. A target database of the user's own stays as it is."""
-    target = {} if os.environ.get(TARGET_URL) else {TARGET_URL: str(services.lake / "warehouse.db")}
+    own = str(services.lake / "warehouse.db")
+    target = {} if (os.environ.get(TARGET_URL) or own) != own else {TARGET_URL: own}
     return target | {
         "KAFKA_BOOTSTRAP_SERVERS": services.bootstrap_servers,
         "SCHEMA_REGISTRY_URL": services.registry_url,

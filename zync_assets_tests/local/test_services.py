@@ -19,7 +19,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from zync_assets.errors import SetupError
 from zync_assets.kafka.topics import high_watermark
-from zync_assets.local import processes, startup
+from zync_assets.local import processes, services, startup
 from zync_assets.local.services import Services, down, status, up
 
 # A broker that was killed can register again when its old session is over, after 9 s by default.
@@ -227,3 +227,16 @@ def test_cleaning_twice_at_once_does_no_harm(home: Path) -> None:
 
     assert sorted(did_it) == [False, False, False, True]
     assert not home.exists()
+
+
+def test_the_addresses_have_their_own_target_again_and_none_of_the_user_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell that ran the line of a demo has the target. The next demo shows it again, for another shell."""
+    found, own = (
+        Services("broker:1", "http://registry", tmp_path, tmp_path / "lake", None, None),
+        str(tmp_path / "lake/warehouse.db"),
+    )
+    for given, shown in (("", own), (own, own), ("postgresql://me:secret@host/shop", None)):
+        monkeypatch.setenv(services.TARGET_URL, given)
+        assert services.addresses(found).get(services.TARGET_URL) == shown
