@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
+from zync_assets.cli.records import trace_rows
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake.raw import open_raw
 from zync_assets.local.services import Services
@@ -416,3 +417,5 @@ def test_a_field_that_the_record_s_own_schema_lacks_is_left_out_and_its_null_is_
         7: {"id": 7, "b": "y"},
         8: {"id": 8, "a": None},
     }
+    traced: list[Any] = [trace_rows(it.pipeline, it.out, 0, offset)[0]["value"] for offset in range(8)]
+    assert {row["id"]: row for row in traced} == found

@@ -26,6 +26,7 @@ from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import LakeError
 from zync_assets.etl.hold import possible_outputs
 from zync_assets.etl.rules import kind_of
+from zync_assets.etl.rules.output_schemas import value_fields
 from zync_assets.lake import raw, staging
 from zync_assets.lake.parquet_rows import DamagedFile, rows_at
 from zync_assets.lake.snapshot import Snapshot
@@ -35,6 +36,7 @@ from zync_assets.pipeline import Pipeline, Rule, table_name
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.keys import joining_kinds
 from zync_assets.pipeline_file.references import with_lake_names
+from zync_assets.spark.sql import path_sql
 
 PENDING_COLUMNS = ("pool", "topic", "partition", "offset", "rule", "key", "join_key", "time", "age_seconds", "why")
 TRACE_COLUMNS = ("role", "topic", "partition", "offset", "rule", "time", "key", "value")
@@ -234,8 +236,24 @@ def raw_rows(pipeline: Pipeline, topic: str, partition: int, offsets: Sequence[i
 
 
 def _output(state: StagingState, topic: str, partition: int, offset: int) -> dict[str, Any] | None:
-    columns = ["rule", "source", staging.key_column(topic), staging.value_column(topic)]
-    return rows_at(state.table.uri, state.output_files(topic), partition, [offset], columns).get(offset)
+    """An output. Its value has the fields that the record has."""
+    columns = ["rule", "source", "schema", "left_out", staging.key_column(topic), staging.value_column(topic)]
+    row = rows_at(state.table.uri, state.output_files(topic), partition, [offset], columns).get(offset)
+    value = (row or {}).get(staging.value_column(topic))
+    if row is None or not isinstance(value, dict):
+        return row
+    _, schema = state.head.schemas.get(row.get("schema") or "", ("", ""))
+    fields = value_fields(schema) if schema else None
+    sent = {name: item for name, item in value.items() if fields is None or original_name(name) in fields}
+    return {**row, staging.value_column(topic): _without(sent, ("value",), row.get("left_out") or ())}
+
+
+def _without(value: Any, path: tuple[str, ...], left_out: Collection[str]) -> Any:
+    """A value without the fields at the paths ``left_out``."""
+    if not isinstance(value, dict):
+        return value
+    items = [(name, (*path, name), item) for name, item in value.items()]
+    return {name: _without(item, at, left_out) for name, at, item in items if path_sql(at) not in left_out}
 
 
 def _source(pipeline: Pipeline, rule: str, place: Mapping[str, Any]) -> Row:
