@@ -329,7 +329,8 @@ class PostgresTarget(SqlTarget):
         kind = base_type(found.type)
         if isinstance(kind, HSTORE) and (column.note == DEBEZIUM_JSON or column.as_json):
             return sa.cast(sa.func.hstore_to_json(found), sa.Text)
-        if isinstance(kind, ARRAY) and pa.types.is_list(column.type) and pa.types.is_string(column.type.value_type):
+        is_texts = pa.types.is_list(column.type) and pa.types.is_string(column.type.value_type)
+        if isinstance(kind, ARRAY) and is_texts and not isinstance(kind.item_type, sa.CHAR):
             return sa.cast(found, ARRAY(sa.Text))
         is_as_text = isinstance(kind, (AbstractRange, INTERVAL, NamedType)) or (
             isinstance(kind, sa.Time) and kind.timezone

@@ -358,8 +358,8 @@ def test_debezium_values_go_into_the_types_of_postgres_that_they_come_from(serve
         "CREATE EXTENSION ltree",
         "CREATE EXTENSION hstore",
         "CREATE TABLE rows (id bigint PRIMARY KEY, code char(10), flag bit(1), bits bit(10), span interval, big oid,"
-        " clock timetz(3), doc xml, words tsvector, place point, tree ltree, trees ltree[], pairs hstore, day date,"
-        " zoned timestamptz(3))",
+        " clock timetz(3), doc xml, words tsvector, place point, tree ltree, trees ltree[], codes char(3)[], pairs hstore,"
+        " day date, zoned timestamptz(3))",
     )
     place = pa.struct([("x", pa.float64()), ("y", pa.float64()), ("wkb", pa.binary()), ("srid", pa.int32())])
     columns = (
@@ -375,6 +375,7 @@ def test_debezium_values_go_into_the_types_of_postgres_that_they_come_from(serve
         Column("place", place, as_json=True, note=POINT),
         Column("tree", pa.string()),
         Column("trees", pa.list_(pa.string())),
+        Column("codes", pa.list_(pa.string())),
         Column("pairs", pa.map_(pa.string(), pa.string()), as_json=True),
         Column("day", pa.int32(), note=DEBEZIUM_DATE),
         Column("zoned", pa.string(), note=ZONED_TIMESTAMP),
@@ -393,6 +394,7 @@ def test_debezium_values_go_into_the_types_of_postgres_that_they_come_from(serve
         "place": {"x": 1.5, "y": -2.0, "wkb": "AQEAAAAAAAAAAAD4PwAAAAAAAADA", "srid": None},
         "tree": "Top.Sci",
         "trees": ["Top.Sci"],
+        "codes": ["a  "],
         "pairs": {"a": "1", "b": None},
         "day": 19782,
         "zoned": "2024-02-29T10:00:00.123Z",
@@ -402,10 +404,19 @@ def test_debezium_values_go_into_the_types_of_postgres_that_they_come_from(serve
     whole, other = server.run(database, f"SELECT {names} FROM rows ORDER BY id")
     assert whole == (
         *("ab", "1", "1000000101", "1 year 2 mons 3 days 04:05:06.789", "4294967295", "21:59:59.999+00"),
-        *(values["doc"], "'a' 'cat'", "(1.5,-2)", "Top.Sci", "{Top.Sci}", '"a"=>"1", "b"=>NULL', "2024-02-29"),
+        *(
+            values["doc"],
+            "'a' 'cat'",
+            "(1.5,-2)",
+            "Top.Sci",
+            "{Top.Sci}",
+            '{"a  "}',
+            '"a"=>"1", "b"=>NULL',
+            "2024-02-29",
+        ),
         "2024-02-29 10:00:00.123+00",
     )
-    assert other == ("ab", "0", "0000000000", *(None,) * 9, "1969-12-31", None)
+    assert other == ("ab", "0", "0000000000", *(None,) * 10, "1969-12-31", None)
     found = {row.pop("id"): row for batch in target.rows(table) for row in batch.to_pylist()}
     read = {**values, "clock": "21:59:59.999+00", "zoned": found[1]["zoned"]}
     read |= {name: json.dumps(values[name]) for name in ("place", "pairs")}
