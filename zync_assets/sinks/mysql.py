@@ -259,6 +259,11 @@ class MysqlTarget(SqlTarget):
     def holds(self, existing: SqlType, column: Column) -> bool:
         return holds(existing, column)
 
+    def holds_all(self, existing: SqlType, column: Column) -> bool:
+        bits = signed_bits(existing)
+        is_small = pa.types.is_integer(column.type) and 0 < bits < column.type.bit_width
+        return not is_small and super().holds_all(existing, column)
+
     def load_type(self, existing: SqlType) -> SqlType:
         """A TIMESTAMP of older servers takes no nulls, unless its definition says so."""
         return mysql.DATETIME(fsp=existing.fsp) if isinstance(existing, mysql.TIMESTAMP) else existing

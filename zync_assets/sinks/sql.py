@@ -37,6 +37,7 @@ from zync_assets.sinks.sql_types import (
     holds,
     is_exact,
     is_padded,
+    misfit,
     missing_key,
     past_writers,
     place_values,
@@ -336,15 +337,12 @@ class SqlTarget(Target):
     def _differences(
         self, connection: Connection, table: sa.Table, spec: TableSpec, *, widens: bool
     ) -> tuple[list[tuple[int, str, Any]], list[str]]:
-        """The problems of a table that DDL of the sink cures, as (level of `evolve`, problem, DDL), and the problems that no
-        DDL of the sink cures. ``widens``: whether a column of times that refuses some of them is one."""
-        statements: list[tuple[int, str, Any]] = []
-        hopeless: list[str] = []
+        """The problems with their DDL, as (level of `evolve`, problem, DDL), and the others. ``widens``: the level is `widen`."""
+        statements, hopeless = list[tuple[int, str, Any]](), list[str]()
         for column in spec.columns:
-            in_key = column.name in spec.key
+            new_type = self.column_type(column, in_key=column.name in spec.key)
             if column.name not in table.c:
-                new_column = sa.Column(column.name, self.column_type(column, in_key=in_key))
-                ddl = AddColumn(table.name, new_column, schema=table.schema)
+                ddl = AddColumn(table.name, sa.Column(column.name, new_type), schema=table.schema)
                 statements.append((1, f"column {column.name} is missing", ddl))
                 continue
             existing = table.c[column.name].type
@@ -352,19 +350,21 @@ class SqlTarget(Target):
                 hopeless.append(problem)
                 continue
             is_held = self.holds(existing, column)
-            if is_held and (is_exact(existing) or not widens):
+            if is_held and (self.holds_all(existing, column) or not widens):
                 continue
-            old_type, source_type = sql_text(existing, connection), type_text(column.type)
-            mismatch = f"column {column.name} is {old_type}, and its source is {source_type}"
-            larger = self.wider(existing, column)
-            if larger is not None:
+            mismatch = misfit(connection, existing, column)
+            if (larger := self.wider(existing, column)) is not None:
                 statements.append((2, mismatch, self.widening(table, column.name, larger)))
             elif not is_held:
-                fit = sql_text(self.column_type(column, in_key=in_key), connection)
+                fit = sql_text(new_type, connection)
                 hopeless.append(f"{mismatch}; change the column to {fit}, or make the value with before: {{set: ...}}")
         if problem := self.key_problem(connection, table, spec):
             hopeless.append(problem)
         return statements, hopeless
+
+    def holds_all(self, existing: SqlType, column: Column) -> bool:
+        """Whether a column that ``holds`` the values of a source's column refuses none of them."""
+        return is_exact(existing)
 
     def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
         """Why a table can't take rows by their key; None if it can."""

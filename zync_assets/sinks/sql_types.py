@@ -31,7 +31,7 @@ from sqlalchemy.engine import Connection
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import CommitConflict, TableUnfit, TargetRefused
-from zync_assets.sinks.target import BadRecord, LoadTable, Merge, Place, Progress
+from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, Progress
 
 SqlType: TypeAlias = sa.types.TypeEngine[Any]
 
@@ -404,6 +404,11 @@ def missing_key(connection: Connection, table: sa.Table, key: Sequence[str], unf
     sa.Table(table.name, sa.MetaData(), *columns, schema=table.schema)
     ddl = ddl_text(sa.schema.CreateIndex(sa.Index(f"{table.name[:40]}_key", *columns, unique=True)), connection)
     return f"no primary key or unique constraint is on ({', '.join(key)}); run: {ddl};"
+
+
+def misfit(connection: Connection, existing: SqlType, column: Column) -> str:
+    """The types of a column and of its source, for an error."""
+    return f"column {column.name} is {sql_text(existing, connection)}, and its source is {type_text(column.type)}"
 
 
 def generation(connection: Connection, table: sa.Table, name: str) -> str | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from datetime import time as clock
 from decimal import Decimal
@@ -342,6 +342,13 @@ def test_a_column_is_widened_or_the_error_has_the_ddl(server: Server, database: 
         " ORDER BY ordinal_position",
     )
     assert [row[0] for row in found] == ["bigint(20)", "bigint(20)", "decimal(7,4)", "longtext"]
+    # Debezium makes a smallint of a tinyint. The column takes its values as it is, and is widened if the sink may.
+    server.run(database, "CREATE TABLE small (id bigint PRIMARY KEY, n tinyint)")
+    small = replace(spec(id=pa.int64(), n=pa.int16()), name="small")
+    for evolve, kind in (("none", "tinyint(4)"), ("widen", "smallint(6)")):
+        target.prepare(small, create=True, evolve=evolve)
+        columns = f"SELECT column_type FROM information_schema.columns WHERE table_schema = '{database}'"
+        assert server.run(database, f"{columns} AND table_name = 'small' AND column_name = 'n'")[0][0] == kind
 
 
 def test_an_outage_is_no_refusal_and_no_error_has_the_password(server: Server, database: str) -> None:
