@@ -126,8 +126,8 @@ def stored_values(column: pa.Array, existing: SqlType, name: str, days: tuple[da
 
 
 def _change(kind: pa.DataType, existing: SqlType, days: tuple[date, date]) -> Callable[[Any], Any] | None:
-    """What makes a value of a column's; None if nothing is to be done. The function raises ValueError for a value that the column
-    does not have."""
+    """The function that turns a value of ``kind`` into a value of the column; None if the values stay as they are. The function
+    raises ValueError for a value that the column does not have."""
     kinds = pa.types
     if kinds.is_floating(kind):
         return _finite

@@ -137,8 +137,8 @@ _UNCUT = (sa.CHAR, sa.Enum)
 
 
 def fitting(values: pa.Array, existing: SqlType, name: str) -> pa.Array:
-    """The values. TargetRefused for a value that a column would cut without a word: a time with more digits than the column's
-    type has, and a text with too many spaces at its end."""
+    """The values. TargetRefused for a value that a column would cut without a word. Such values are a time with more digits than
+    the column's type has, and a text with too many spaces at its end."""
     items = values.flatten() if pa.types.is_list(values.type) else values
     existing = getattr(existing, "item_type", existing)
     is_text, length = pa.types.is_string(items.type), getattr(existing, "length", None)

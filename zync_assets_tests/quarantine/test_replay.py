@@ -37,7 +37,7 @@ transforms:
   - {name: last, type: view, tables: {a: {topic: $left, key: "{odd: value.id > 0}"}}, from: a, out: $out,
      key: CAST(a.id > 0 AS STRING), value: {id: a.id}}
 """
-"""All records are changes of one row."""
+"""Every record changes the same row."""
 
 
 class Late:
