@@ -6,6 +6,7 @@ record is read, and no JVM starts.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import TypeVar
 
 from dagster import AssetCheckEvaluation, AssetCheckSeverity, AssetKey, DagsterError, DagsterInstance, Failure
 
-from zync_assets.assets.names import Names, clusters, on_grid, spans_between
+from zync_assets.assets.names import AWAITS_TAG, LONG_LOAD_TAG, Names, clusters, on_grid, spans_between
 from zync_assets.audit.guard import pool_blocks, raw_blocks
 from zync_assets.checks import output_checks, sink_checks
 from zync_assets.checks.sink_checks import sink_subject
@@ -181,6 +182,10 @@ def _gather(pipeline: Pipeline) -> Facts:
     return Facts(ingest, etl, publish, problems, unreachable, sinks)
 
 
+LONG_LOAD = 100_000
+"""A load of more offsets may take minutes, if the target is slow."""
+
+
 @dataclass(frozen=True)
 class DueStep:
     """A job that is due. ``partitions``: the name of its definition; ``keys``: the ranges to run, as many as may be; ``ready``:
@@ -204,6 +209,14 @@ class DueStep:
     """The failed checks of the step's sources, by the lake."""
     awaits: RawEnds = field(default_factory=dict[str, Mapping[int, int]])
     """The new records that the step waits for, where ingest is due at the same time and nothing else waits for the step."""
+    is_long_load: bool = False
+    """Whether the step is the load of a target table that may take minutes."""
+
+    @property
+    def tags(self) -> Mapping[str, str]:
+        """The tags that tell the step's run, and later ticks, about the step."""
+        awaits = {AWAITS_TAG: json.dumps(self.awaits)} if self.awaits else {}
+        return awaits | ({LONG_LOAD_TAG: "true"} if self.is_long_load else {})
 
     def rest(self, failures: Collection[str]) -> DueStep | None:
         """The step without the assets of the ops in ``failures``. None if the job can't omit an asset, or no work remains."""
@@ -313,6 +326,7 @@ def due_sinks(names: Names, facts: Facts) -> Iterator[DueStep]:
             plan.ranges,
             tuple(names.pool_key(names.pipeline.input(topic).pool, topic) for topic in raw_topics),
             blocks=blocks,
+            is_long_load=plan.lag > LONG_LOAD,
         )
 
 

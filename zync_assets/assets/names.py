@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 from dagster import AssetChecksDefinition, AssetKey, AssetSpec, DagsterInstance, DynamicPartitionsDefinition
@@ -29,6 +28,8 @@ STEP_TAG = "zync/step"
 """On the runs that the sensor asked for: the job that was asked for."""
 REST = "rest of "
 """Before the job in STEP_TAG: without the assets whose ops failed in the job's last run."""
+LONG_LOAD_TAG = "zync/long-load"
+"""The mark of a run that may write a target table for minutes."""
 AWAITS_TAG = "zync/awaits"
 """On a run that the sensor asked for together with the ingest of its inputs: ``RawEnds`` as JSON."""
 
@@ -132,10 +133,6 @@ class Names:
 
     def sink_job(self, sink: str, table: str) -> str:
         return self._scoped_name(f"sink_{identifier(sink)}_table_{identifier(table)}")
-
-    @cached_property
-    def sink_jobs(self) -> frozenset[str]:
-        return frozenset(self.sink_job(sink.name, table.name) for sink in self.pipeline.sinks for table in sink.tables)
 
     @property
     def rows_job(self) -> str:

@@ -47,7 +47,7 @@ from zync_assets.private import private
 
 MOST_RUNS = 2
 """Runs of one pipeline that the sensor has under way at once: each is a process with a Spark session of its own. At most one
-of them writes a target table. The sensor allows a run that awaits ingest beside these runs."""
+of them is the long load of a target table. The sensor allows a run that awaits ingest beside these runs."""
 SINK_SECONDS = 300.0
 """After this time, a run that the sensor asked for begins no further batch of a target table. Other tables have their turn."""
 LASTS_SECONDS = 20.0
@@ -181,19 +181,20 @@ class ActiveRuns:
 
     def count(self, pipeline: str) -> int:
         """How many runs of a pipeline there are."""
-        return len(self._jobs(pipeline))
+        return len(self._tags(pipeline))
 
-    def wait_reason(self, pipeline_names: Names, job: str, requests: Iterable[RunRequest]) -> str | None:
-        """Why a job waits for the end of other runs: those under way, and the ``requests``. None if it may start now."""
-        jobs = [*self._jobs(pipeline_names.pipeline.name), *(request.job_name for request in requests)]
-        if len(jobs) >= MOST_RUNS:
+    def wait_reason(self, pipeline: str, step: DueStep, requests: Iterable[RunRequest]) -> str | None:
+        """Why a step waits for the end of other runs: those under way, and the ``requests``. None if it may start now."""
+        run_tags = [*self._tags(pipeline), *(request.tags for request in requests)]
+        if len(run_tags) >= MOST_RUNS:
             return f"{MOST_RUNS} runs are under way"
-        if job in pipeline_names.sink_jobs and any(other in pipeline_names.sink_jobs for other in jobs):
-            return "a run of another target table is under way"
+        if step.is_long_load and any(names.LONG_LOAD_TAG in tags for tags in run_tags):
+            return "the long load of another target table is under way"
         return None
 
-    def _jobs(self, pipeline: str) -> list[str]:
-        return [run.job_name for run in self._runs if run.tags.get(names.PIPELINE_TAG) == pipeline]
+    def _tags(self, pipeline: str) -> list[Mapping[str, str]]:
+        """The tags of each run of a pipeline."""
+        return [run.tags for run in self._runs if run.tags.get(names.PIPELINE_TAG) == pipeline]
 
     def holds(self, job: str, assets: Iterable[AssetKey]) -> str | None:
         """Why a job can't start now: a run of it, or one that somebody started on its assets. None where it can."""

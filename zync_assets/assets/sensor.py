@@ -51,7 +51,7 @@ from zync_assets.assets.facts import (
     grids,
     keys_of_run,
 )
-from zync_assets.assets.names import AWAITS_TAG, KAFKA, PIPELINE_TAG, REST, STEP_TAG, Names, keys_of, range_of
+from zync_assets.assets.names import KAFKA, PIPELINE_TAG, REST, STEP_TAG, Names, keys_of, range_of
 from zync_assets.assets.reports import Extent, last_offset, raw_extents, staging_extents, staging_schema, topic_extents
 from zync_assets.assets.runs import FAILING, PROBLEMS, REACHABILITY, far_ends, reachability, troubles
 from zync_assets.checks.raw_checks import BLOCKING
@@ -323,10 +323,10 @@ def evaluate(names: Names, instance: DagsterInstance, cursor: str | None, now: f
             remainder = step.rest(runs.failed_ops(instance, history[0].dagster_run.run_id))
             tag = REST + step.job
             rest_history = runs.request_history(instance, pipeline.name, step.job, tag)
-            is_free = active.wait_reason(names, step.job, requests) is None
+            is_free = active.wait_reason(pipeline.name, step, requests) is None
             if remainder is not None and is_free and not runs.backoff_reason(rest_history):
                 requests.append(_request(pipeline, remainder, keys, tag))
-        elif reason := active.wait_reason(names, step.job, requests):
+        elif reason := active.wait_reason(pipeline.name, step, requests):
             notes.append(f"{step.job}: waits, for {reason}")
         else:
             requests.append(_request(pipeline, step, keys))
@@ -433,9 +433,7 @@ def _first_checks(names: Names, facts: Facts, instance: DagsterInstance) -> tupl
 
 
 def _request(pipeline: Pipeline, step: DueStep, keys: Sequence[str], tag: str | None = None) -> RunRequest:
-    tags = {PIPELINE_TAG: pipeline.name, STEP_TAG: tag or step.job}
-    if step.awaits:
-        tags[AWAITS_TAG] = json.dumps(step.awaits)
+    tags = {PIPELINE_TAG: pipeline.name, STEP_TAG: tag or step.job, **step.tags}
     if len(keys) == 1:
         tags[PARTITION_NAME_TAG] = keys[0]
     else:

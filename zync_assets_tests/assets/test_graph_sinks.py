@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from dagster import AssetCheckKey, AssetMaterialization, DagsterRunStatus
 
-from zync_assets.assets import io_managers, runs
+from zync_assets.assets import facts, io_managers, runs
 from zync_assets.assets.facts import gather
-from zync_assets.assets.names import PIPELINE_TAG
 from zync_assets.assets.reports import last_offset
 from zync_assets.checks.output_checks import run_all
 from zync_assets.errors import CheckFailed, TargetUnavailable
@@ -88,7 +87,10 @@ def test_the_sensor_writes_what_is_due_and_reports_what_was_done_outside(rig: Ri
     assert jobs(ticks()) == []
 
 
-def test_a_long_load_of_a_table_leaves_a_run_to_the_other_steps(rig: Rig) -> None:
+@pytest.mark.parametrize("is_long", [True, False])
+def test_a_long_load_of_a_table_leaves_a_run_to_the_other_steps(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_long: bool
+) -> None:
     ticks = Ticks(rig)
     settled(rig, ticks)
     rig.send(rig.orders, orders(1))
@@ -96,14 +98,21 @@ def test_a_long_load_of_a_table_leaves_a_run_to_the_other_steps(rig: Rig) -> Non
     run_steps(rig.pipeline)
     tables = {rig.names.sink_job(sink(rig), table) for table in ("sales", "payments")}
     ticks()
-    (load,) = jobs(ticks())
-    assert load in tables
-    tags = {PIPELINE_TAG: rig.pipeline.name}
-    rig.instance.create_run_for_job(rig.definitions.resolve_job_def(load), status=DagsterRunStatus.STARTED, tags=tags)
+    if is_long:
+        monkeypatch.setattr(facts, "LONG_LOAD", 0)
+    result = ticks()
+    assert len(jobs(result)) == (1 if is_long else 2)
+    assert tables.issuperset(jobs(result))
+    request, *_ = result.run_requests or ()
+    rig.instance.create_run_for_job(
+        rig.definitions.resolve_job_def(request.job_name or ""),
+        status=DagsterRunStatus.STARTED,
+        tags=dict(request.tags),
+    )
     rig.send(rig.payments, payments(2))
     result = ticks()
-    assert rig.names.ingest_job(rig.payments) in jobs(result)
-    assert not tables & set(jobs(result))
+    assert (rig.names.ingest_job(rig.payments) in jobs(result)) is is_long
+    assert tables.isdisjoint(jobs(result)) is is_long
 
 
 def test_a_run_of_the_sensor_gives_other_tables_their_turn(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
