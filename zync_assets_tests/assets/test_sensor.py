@@ -21,6 +21,7 @@ from dagster import (
     AssetMaterialization,
     AssetObservation,
     DagsterEventType,
+    DagsterInstance,
     DagsterRunStatus,
     DefaultSensorStatus,
     RunsFilter,
@@ -285,15 +286,17 @@ class TestEtlAwaitsIngest:
             commit.commit_raw(rig.pipeline, ingest_plan.read_input(session, rig.pipeline, plan))
             done.result(runs.AWAIT_SECONDS / 2)
 
-    def test_the_wait_ends_when_ingest_fails(self, rig: Rig) -> None:
+    def test_the_wait_ends_when_ingest_fails(self, rig: Rig, tmp_path: Path) -> None:
         rig.send(rig.payments, payments(1))
         job = rig.definitions.resolve_job_def(rig.names.ingest_job(rig.payments))
-        run = rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED)
-        with ThreadPoolExecutor(1) as thread:
-            done = thread.submit(runs.await_ingest, rig.names, rig.instance, {rig.payments: {0: 1}})
+        # On disk: of two threads, SQLite in memory refuses one at once.
+        settings = {"telemetry": {"enabled": False}}
+        with DagsterInstance.local_temp(str(tmp_path), overrides=settings) as instance, ThreadPoolExecutor(1) as thread:
+            run = instance.create_run_for_job(job, status=DagsterRunStatus.STARTED)
+            done = thread.submit(runs.await_ingest, rig.names, instance, {rig.payments: {0: 1}})
             with pytest.raises(TimeoutError):
                 done.result(3 * runs.AWAIT_PAUSE)
-            rig.instance.report_run_failed(run)
+            instance.report_run_failed(run)
             done.result(runs.AWAIT_SECONDS / 2)
 
     def test_the_wait_has_an_end(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
