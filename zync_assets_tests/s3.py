@@ -90,8 +90,10 @@ def serving(folder: Path) -> Generator[S3]:
         path, log = Path(scratch, "s3proxy.conf"), Path(scratch, "s3proxy.log")
         path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
         java = f'"{find_java()}" -Xmx256m -XX:TieredStopAtLevel=1 -Dorg.slf4j.simpleLogger.logFile="{log}"'
-        command = f'{java} -cp "{jars}/*" org.gaul.s3proxy.Main --properties "{path}" & server=$!; read _; kill $server'
-        # The shell ends the server when its input closes, however this process ends.
+        command = (
+            f'{java} -cp "{jars}/*" org.gaul.s3proxy.Main --properties "{path}" & server=$!; read _; kill -9 $server'
+        )
+        # The shell ends the server when its input closes, however this process ends. S3Proxy outlives a SIGTERM at times.
         process = subprocess.Popen(["/bin/sh", "-c", command], stdin=subprocess.PIPE, start_new_session=True)
         try:
             _await(endpoint, log)
