@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tarfile
 import tempfile
@@ -226,6 +227,8 @@ def _running(
     """A process whose output goes to ``log``. The process ends with this one, even if a signal kills this one.
     ``stop``: the signal that ends it."""
     script = 'log=$1; shift; "$@" >"$log" 2>&1 </dev/null & server=$!; read _; kill -$0 $server; wait $server'
+    # A JVM that begins with an ignored SIGTERM goes on ignoring the signal, and this process may ignore it.
+    disposition = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     process = subprocess.Popen(
         ["/bin/sh", "-c", script, stop, str(log), *command],
         cwd=cwd,
@@ -233,6 +236,8 @@ def _running(
         start_new_session=True,
         **user,
     )
+    if disposition is not None:
+        signal.signal(signal.SIGTERM, disposition)
     try:
         yield log
     finally:

@@ -93,7 +93,7 @@ def serving(folder: Path) -> Generator[S3]:
         command = (
             f'{java} -cp "{jars}/*" org.gaul.s3proxy.Main --properties "{path}" & server=$!; read _; kill -9 $server'
         )
-        # The shell ends the server when its input closes, however this process ends. S3Proxy outlives a SIGTERM at times.
+        # The shell ends the server when its input closes, however this process ends. It may have begun with SIGTERM ignored.
         process = subprocess.Popen(["/bin/sh", "-c", command], stdin=subprocess.PIPE, start_new_session=True)
         try:
             _await(endpoint, log)
