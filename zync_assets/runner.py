@@ -78,8 +78,8 @@ def ingest_all(
 
     A topic's error holds back no other topic: it is raised when the others are done. ``patience``: seconds to wait for a
     partition's leader, by default as long as for a broker. ``whole``: False reads one batch of each topic, for a caller that
-    comes again soon. True reads the ends again at last (see ``confirm_ends``), and goes on to the later ends: a record that came
-    meanwhile would hold back the records that follow it in the source's order.
+    comes again soon. True reads the ends again after the ingest (see ``confirm_ends``), and goes on to the later ends. A record
+    that came meanwhile would hold back the records that follow it in the source's order.
     """
     troubles: list[ZyncError] = []
     yield from _ingest_to(read_ends(pipeline, patience), pipeline, session, topics, progress, troubles, whole)
@@ -97,7 +97,7 @@ def _ingest_to(
     troubles: list[ZyncError],
     whole: bool,
 ) -> Iterator[RawCommit]:
-    """Ingest each topic to its known end (``whole``), or one batch of each topic. Errors of topics are added to ``troubles``."""
+    """Ingest each topic up to its known end; ``whole`` False: one batch a topic. Errors of topics are added to ``troubles``."""
     troubles += [error for topic, error in topic_ends.errors.items() if topic in topics]
     topics = [topic for topic in topics if topic not in topic_ends.problems]
     once = cache(session)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import tarfile
 import tempfile
@@ -16,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ import psycopg
 from zync_assets.local.java import KAFKA_VERSION, REGISTRY_VERSION, Bundle, bundle_folder, find_java
 from zync_assets.local.processes import free_port
 from zync_assets.local.services import Services
+from zync_assets_tests.services import server_process
 
 DEBEZIUM_VERSION = "3.5.0.Final"
 POSTGRES_VERSION = "15.18.0"
@@ -103,7 +103,7 @@ def postgres() -> Generator[Postgres]:
         command = [home / "bin/postgres", "-D", home / "data", "-h", "127.0.0.1", "-p", str(found.port), "-k", ""]
         settings = ["-c", "wal_level=logical", "-c", "fsync=off", "-c", "max_connections=200"]
         # After SIGTERM the server would wait for open sessions, for ever if a test has failed.
-        with _running([*command, *settings], home, home / "log", user, stop="INT") as log:
+        with server_process([*command, *settings], home, home / "log", user, stop="INT") as log:
             _await(lambda: bool(found.run("postgres", "SELECT 1")), psycopg.OperationalError, log)
             yield found
     finally:
@@ -213,37 +213,11 @@ def worker(services: Services, folder: Path, time_zone: str, flush_seconds: int 
     path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
     java = [str(find_java()), "-Xmx768m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", f"-Duser.timezone={time_zone}"]
     command = [*java, "-cp", f"{jars}/*", "org.apache.kafka.connect.cli.ConnectStandalone", str(path)]
-    with _running(command, folder, folder / "connect.log", {}) as log:
+    with server_process(command, folder, folder / "connect.log", {}) as log:
         found = Worker(url, services)
         # The server answers 404 before Connect has started.
         _await(lambda: found.failures() == [], OSError, log)
         yield found
-
-
-@contextmanager
-def _running(
-    command: Sequence[str | Path], cwd: Path, log: Path, user: Mapping[str, Any], stop: str = "TERM"
-) -> Generator[Path]:
-    """A process whose output goes to ``log``. The process ends with this one, even if a signal kills this one.
-    ``stop``: the signal that ends it."""
-    script = 'log=$1; shift; "$@" >"$log" 2>&1 </dev/null & server=$!; read _; kill -$0 $server; wait $server'
-    # A JVM that begins with an ignored SIGTERM goes on ignoring the signal, and this process may ignore it.
-    disposition = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", script, stop, str(log), *command],
-        cwd=cwd,
-        stdin=subprocess.PIPE,
-        start_new_session=True,
-        **user,
-    )
-    if disposition is not None:
-        signal.signal(signal.SIGTERM, disposition)
-    try:
-        yield log
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
 
 
 def _await(ready: Callable[[], bool], refusal: type[Exception], log: Path) -> None:

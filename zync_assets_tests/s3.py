@@ -20,6 +20,7 @@ import pytest
 
 from zync_assets.local.java import Bundle, bundle_folder, find_java
 from zync_assets.local.processes import free_port
+from zync_assets_tests.services import server_process
 
 VERSION = "4.1.0"
 _OTHERS = (
@@ -89,19 +90,12 @@ def serving(folder: Path) -> Generator[S3]:
     with tempfile.TemporaryDirectory() as scratch:
         path, log = Path(scratch, "s3proxy.conf"), Path(scratch, "s3proxy.log")
         path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
-        java = f'"{find_java()}" -Xmx256m -XX:TieredStopAtLevel=1 -Dorg.slf4j.simpleLogger.logFile="{log}"'
-        command = (
-            f'{java} -cp "{jars}/*" org.gaul.s3proxy.Main --properties "{path}" & server=$!; read _; kill -9 $server'
-        )
-        # The shell ends the server when its input closes, however this process ends. It may have begun with SIGTERM ignored.
-        process = subprocess.Popen(["/bin/sh", "-c", command], stdin=subprocess.PIPE, start_new_session=True)
-        try:
+        # S3Proxy sends its error output to its log, which needs a file of its own.
+        java = [find_java(), "-Xmx256m", "-XX:TieredStopAtLevel=1", f"-Dorg.slf4j.simpleLogger.logFile={log}"]
+        command = [*java, "-cp", f"{jars}/*", "org.gaul.s3proxy.Main", "--properties", path]
+        with server_process(command, Path(scratch), Path(scratch, "output"), {}, stop="KILL"):
             _await(endpoint, log)
             yield found
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
 
 
 @contextmanager

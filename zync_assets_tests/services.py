@@ -9,10 +9,13 @@ from __future__ import annotations
 import getpass
 import os
 import secrets
+import signal
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -75,3 +78,29 @@ def spark() -> SparkSession:
 def unique() -> str:
     """A prefix for the topics and subjects of one test, so that tests share a broker without meeting."""
     return "t" + secrets.token_hex(4)
+
+
+@contextmanager
+def server_process(
+    command: Sequence[str | Path], cwd: Path, log: Path, user: Mapping[str, Any], stop: str = "TERM"
+) -> Generator[Path]:
+    """A process whose output goes to ``log``. The process ends with this one, even if a signal kills this one.
+    ``stop``: the signal that ends it."""
+    script = 'log=$1; shift; "$@" >"$log" 2>&1 </dev/null & server=$!; read _; kill -$0 $server; wait $server'
+    # A JVM that begins with an ignored SIGTERM goes on ignoring the signal, and this process may ignore it.
+    disposition = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", script, stop, str(log), *command],
+        cwd=cwd,
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        **user,
+    )
+    if disposition is not None:
+        signal.signal(signal.SIGTERM, disposition)
+    try:
+        yield log
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()

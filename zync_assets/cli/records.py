@@ -236,7 +236,7 @@ def raw_rows(pipeline: Pipeline, topic: str, partition: int, offsets: Sequence[i
 
 
 def _output(state: StagingState, topic: str, partition: int, offset: int) -> dict[str, Any] | None:
-    """An output. Its value has the fields that the record has."""
+    """An output, without the fields that the published record lacks."""
     columns = ["rule", "source", "schema", "left_out", staging.key_column(topic), staging.value_column(topic)]
     row = rows_at(state.table.uri, state.output_files(topic), partition, [offset], columns).get(offset)
     value = (row or {}).get(staging.value_column(topic))

@@ -115,6 +115,16 @@ def variable_decimal(text: str | None) -> dict[str, int | bytes] | None:
     return {"scale": -exponent, "value": number.to_bytes(size, "big", signed=True)}
 
 
+def bits_number(value: bool | bytes) -> int:
+    """The number of a bit, or of Debezium's Bits, which have the last byte first."""
+    return int.from_bytes(value, "little") if isinstance(value, bytes) else int(value)
+
+
+def number_bits(number: int) -> bytes:
+    """A number as Debezium's Bits, without zeros before its first bit."""
+    return number.to_bytes((number.bit_length() + 7) // 8, "little")
+
+
 # pyarrow.compute makes its functions when it is imported: no checker sees them.
 # pyright: reportAttributeAccessIssue=false
 

@@ -246,7 +246,7 @@ def demo_environment(services: Services | None = None) -> dict[str, str]:
 def addresses(services: Services) -> Mapping[str, str]:
     """The environment variables of the demo's pipeline file. A target database of the user's own stays as it is."""
     own = str(services.lake / "warehouse.db")
-    target = {} if (os.environ.get(TARGET_URL) or own) != own else {TARGET_URL: own}
+    target = {TARGET_URL: own} if os.environ.get(TARGET_URL) in (None, "", own) else {}
     return target | {
         "KAFKA_BOOTSTRAP_SERVERS": services.bootstrap_servers,
         "SCHEMA_REGISTRY_URL": services.registry_url,

@@ -36,7 +36,7 @@ from zync_assets.errors import SinkError, TableLocked, TargetRefused, TargetUnav
 from zync_assets.pipeline_file.fields import TLS_FILES, TLS_SWITCHES, option_fault
 from zync_assets.private import put
 from zync_assets.sinks.fold import DELETE, OP, REPLACE
-from zync_assets.sinks.mysql_types import digits_of, holds, read_value, signed_bits, stored_values
+from zync_assets.sinks.mysql_types import TEXTS, digits_of, holds, read_value, signed_bits, stored_values
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import (
     BOOK,
@@ -98,7 +98,6 @@ _RIGHTS = "SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER"
 """A missing right, an unknown database or a wrong password, and the rights that a sink needs."""
 
 
-_TEXTS = (mysql.TINYTEXT, mysql.TEXT, mysql.MEDIUMTEXT, mysql.LONGTEXT)
 _BYTEWISE = ("nopad_bin", "0900_bin")
 """The ends of the names of collations that compare byte by byte, spaces at the end too: in MariaDB, and in MySQL."""
 _PREFIXES = sa.text(
@@ -244,7 +243,7 @@ class MysqlTarget(SqlTarget):
             problem = missing_key(connection, table, spec.key, unfit)
         if problem is not None:
             # An index takes no text without a length.
-            wrong = [name for name in spec.key if isinstance(table.c[name].type, _TEXTS)]
+            wrong = [name for name in spec.key if isinstance(table.c[name].type, TEXTS)]
         ddl = [self.widening(table, name, self._key_text(table.c[name].type)) for name in wrong]
         if problem is None:
             return loose_key(connection, wrong, ddl)

@@ -13,11 +13,12 @@ import pyarrow as pa
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql
 
+from zync_assets.codecs.evolution import bits_number, number_bits
 from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, ZONED_TIMESTAMP
 from zync_assets.errors import TargetRefused
 from zync_assets.sinks.sql_types import DIGITS, SqlType, fitting
 from zync_assets.sinks.sql_types import holds as standard_holds
-from zync_assets.sinks.target import Column, checked_times
+from zync_assets.sinks.target import Column
 
 _BITS: tuple[tuple[type[SqlType], int], ...] = (
     (mysql.TINYINT, 8),
@@ -44,7 +45,7 @@ _LENGTHS: tuple[tuple[type[SqlType], int], ...] = (
     (mysql.TEXT, 2**16 - 1),
 )
 """The bytes of each type of long texts."""
-_TEXTS = tuple(of for of, _ in _LENGTHS)
+TEXTS = tuple(of for of, _ in _LENGTHS)
 
 
 def holds(existing: SqlType, column: Column) -> bool:
@@ -94,7 +95,7 @@ def signed_bits(existing: SqlType) -> int:
 
 
 def source_bits(existing: SqlType) -> int:
-    """The bits of the number that Debezium makes of a type of other numbers than 16, 32 and 64 bits have; 0 for another type."""
+    """The bits of Debezium's number for a type whose range no number of the lake has; 0 for another type."""
     is_unsigned = bool(getattr(existing, "unsigned", False))
     rows = (bits for of, unsigned, bits in _SOURCE_BITS if type(existing) is of and unsigned == is_unsigned)
     return next(rows, 0)
@@ -111,9 +112,8 @@ def stored_values(column: pa.Array, existing: SqlType, name: str, days: tuple[da
     kinds, kind = pa.types, column.type
     if kinds.is_timestamp(kind):
         column = column.cast(pa.timestamp("us", kind.tz)).cast(pa.timestamp("us"))
-    if kinds.is_integer(kind) and isinstance(existing, sa.Date):
-        column = checked_times(column.cast(pa.int32()).cast(pa.date32()), Column(name, pa.date32()))
-    values = fitting(column, existing, name).to_pylist()
+    column = fitting(column, existing, name)
+    values = column.to_pylist()
     change = _change(column.type, existing, days)
     if change is None:
         return values
@@ -137,7 +137,7 @@ def _change(kind: pa.DataType, existing: SqlType, days: tuple[date, date]) -> Ca
         case mysql.DATETIME() | mysql.TIMESTAMP() if kinds.is_string(kind):
             return lambda text: _day(datetime.fromisoformat(text).astimezone(UTC).replace(tzinfo=None), days=days)
         case mysql.BIT():
-            return lambda value: int.from_bytes(value, "little") if isinstance(value, bytes) else int(value)
+            return bits_number
         case mysql.YEAR():
             return _year
         case mysql.SET():
@@ -147,8 +147,8 @@ def _change(kind: pa.DataType, existing: SqlType, days: tuple[date, date]) -> Ca
         case sa.BINARY():
             return partial(_whole, length=existing.length or 1)
         case _:
-            lengths = (length for of, length in _LENGTHS if isinstance(existing, of))
-            return partial(_uncut, length=next(lengths)) if isinstance(existing, _TEXTS) else None
+            length = next((length for of, length in _LENGTHS if isinstance(existing, of)), None)
+            return None if length is None else partial(_uncut, length=length)
 
 
 def _finite(value: float) -> float:
@@ -207,5 +207,5 @@ def read_value(value: Any, column: Column) -> Any:
     if isinstance(value, int) and kinds.is_boolean(kind):
         return bool(value)
     if isinstance(value, int) and kinds.is_binary(kind):
-        return value.to_bytes((value.bit_length() + 7) // 8, "little")
+        return number_bits(value)
     return Decimal(value) if isinstance(value, int) and kinds.is_decimal(kind) else value

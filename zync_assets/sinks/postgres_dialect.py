@@ -30,12 +30,12 @@ from sqlalchemy.dialects.postgresql import (
 from sqlalchemy.engine import Connection
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.evolution import variable_decimal
+from zync_assets.codecs.evolution import bits_number, number_bits, variable_decimal
 from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, POINT, VARIABLE_DECIMAL, ZONED_TIME, ZONED_TIMESTAMP
 from zync_assets.codecs.fields import TSVECTOR as TSVECTOR_NOTE
 from zync_assets.errors import TargetRefused
 from zync_assets.sinks.sql_types import POSITIONS, QUARANTINE, SqlType, fitting, with_single_percents
-from zync_assets.sinks.target import Column, checked_times
+from zync_assets.sinks.target import Column
 
 _LOGIN_ERRORS: Mapping[str, str] = {
     "certificate verify failed": "Name the file of its CA in the url, ?sslrootcert=FILE; sslmode=require would trust any server.",
@@ -227,11 +227,9 @@ def column_values(values: pa.Array, existing: SqlType, name: str) -> pa.Array:
         return _mapped_texts(values, _point)
     if isinstance(existing, BIT) and not is_text:
         length = existing.length or 1
-        return _mapped_texts(values, lambda value: format(_number(value), f"0{length}b"))
+        return _mapped_texts(values, lambda value: format(bits_number(value), f"0{length}b"))
     if isinstance(existing, OID) and pc.any(pc.less(values, 0)).as_py():
         raise TargetRefused(f"the column {name} is below 0, and an oid is not")
-    if isinstance(existing, sa.Date) and kinds.is_integer(values.type):
-        return checked_times(values.cast(pa.int32()).cast(pa.date32()), Column(name, pa.date32()))
     if isinstance(existing, ARRAY) and is_local_times(values.type) and getattr(existing.item_type, "timezone", False):
         return values.cast(pa.list_(pa.timestamp("us", tz="UTC")))
     return fitting(values, existing, name)
@@ -249,7 +247,7 @@ def read_value(value: Any, column: Column) -> Any:
         if kinds.is_string(kind):
             return str(value)
         number = int(value or "0", 2)
-        return number == 1 if kinds.is_boolean(kind) else number.to_bytes((number.bit_length() + 7) // 8, "little")
+        return number == 1 if kinds.is_boolean(kind) else number_bits(number)
     if isinstance(value, Decimal) and column.note == VARIABLE_DECIMAL:
         return as_source(value, as_json=column.as_json)
     if isinstance(value, str) and column.note == POINT and value.startswith("("):
@@ -261,11 +259,6 @@ def read_value(value: Any, column: Column) -> Any:
 
 def is_local_times(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) and pa.types.is_timestamp(kind.value_type) and kind.value_type.tz is None
-
-
-def _number(value: bool | bytes) -> int:
-    """A bit, or bits as Debezium has them: the last byte first."""
-    return int.from_bytes(value, "little") if isinstance(value, bytes) else int(value)
 
 
 def _point(text: str) -> str:

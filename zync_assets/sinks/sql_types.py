@@ -31,7 +31,7 @@ from sqlalchemy.engine import Connection
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import CommitConflict, TableUnfit, TargetRefused
-from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, Progress
+from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, Progress, checked_times
 
 SqlType: TypeAlias = sa.types.TypeEngine[Any]
 
@@ -132,16 +132,16 @@ def time_digits(existing: SqlType) -> int:
     return 6 if digits is None else digits
 
 
-_UNCUT = (sa.CHAR, sa.Enum)
-"""Types of texts that do not cut spaces, or ignore them."""
-
-
 def fitting(values: pa.Array, existing: SqlType, name: str) -> pa.Array:
-    """The values. TargetRefused for a value that a column would cut without a word. Such values are a time with more digits than
-    the column's type has, and a text with too many spaces at its end."""
+    """The values as a column takes them: a number for a column of dates is Debezium's days since 1970. TargetRefused for a value
+    that the column would cut without a word. Such values are a time with more digits than the column's type has, and a text
+    with too many spaces at its end."""
+    if isinstance(existing, sa.Date) and pa.types.is_integer(values.type):
+        return checked_times(values.cast(pa.int32()).cast(pa.date32()), Column(name, pa.date32()))
     items = values.flatten() if pa.types.is_list(values.type) else values
     existing = getattr(existing, "item_type", existing)
     is_text, length = pa.types.is_string(items.type), getattr(existing, "length", None)
+    is_uncut = isinstance(existing, (sa.CHAR, sa.Enum))
     if isinstance(existing, (sa.DateTime, sa.Time)):
         digits = time_digits(existing)
         limit = f"a time of {digits} digits of a second"
@@ -153,7 +153,7 @@ def fitting(values: pa.Array, existing: SqlType, name: str) -> pa.Array:
             is_cut = pc.not_equal(pc.multiply(pc.divide(count, unit), unit), count)
         else:
             return values
-    elif is_text and length is not None and isinstance(existing, sa.String) and not isinstance(existing, _UNCUT):
+    elif is_text and length is not None and isinstance(existing, sa.String) and not is_uncut:
         # The server itself refuses other texts.
         limit = f"a text of {length} characters"
         lengths = [pc.utf8_length(part) for part in (items, pc.utf8_rtrim(items, " "))]

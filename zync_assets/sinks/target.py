@@ -231,8 +231,8 @@ class Target(ABC):
 
     @contextmanager
     def run(self, place: Place) -> Generator[str]:
-        """The time of one batch: removes the load tables of killed runs, and yields a prefix for the names of load tables. Those
-        of a batch that fails are removed. The names tell the process of their run. A target that can hold a lock for the time of
+        """The time of one batch: removes the load tables of killed runs, and yields a prefix for the names of load tables. A
+        failed batch loses its load tables. The names tell the process of their run. A target that can hold a lock for the time of
         a run does so instead."""
         if dead := self.dead_loads(place):
             self.drop(dead)

@@ -130,7 +130,7 @@ def test_a_run_of_the_sensor_gives_other_tables_their_turn(rig: Rig, monkeypatch
     ticks.run(result)
     assert rows(rig, "SELECT count(*) FROM payments") == [(2,)]
     assert load in jobs(ticks())
-    # A run that a person starts writes all records.
+    # A person's run has no limit.
     rig.run(load)
     assert rows(rig, "SELECT count(*) FROM payments") == [(5,)]
 

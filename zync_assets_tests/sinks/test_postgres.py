@@ -352,7 +352,7 @@ def test_a_value_that_a_column_would_change_without_a_word_is_refused(
 
 
 def test_debezium_values_go_into_the_types_of_postgres_that_they_come_from(server: Postgres, database: str) -> None:
-    """The values are those that Debezium 3.5 makes of each type of the table."""
+    """Debezium 3.5 made these values of each type of the table."""
     server.run(
         database,
         "CREATE EXTENSION ltree",
