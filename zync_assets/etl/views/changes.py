@@ -31,7 +31,7 @@ from zync_assets.etl.views.state import (
     write_new_rows,
     write_state,
 )
-from zync_assets.etl.views.tables import VERSION, TableType, leaves_of, null_sql, place_sql
+from zync_assets.etl.views.tables import TableType, leaves_of, null_sql, place_sql
 from zync_assets.spark.failures import raised_text
 from zync_assets.spark.frames import checkpoint, union
 from zync_assets.spark.sql import is_placeholder, name_sql, text_sql
@@ -238,13 +238,17 @@ def write_changes(
 
 
 def _old_versions(reader: StateReader, kind: TableType, old_files: StateFiles, places: Places) -> DataFrame:
-    """The versions of the keys at places, and a few others: key, version (struct(gone, row, version))."""
+    """The versions of the keys at places, and a few others: key, version (struct(gone, row, version)). ``version`` has only
+    the fields that order versions: a look-up reads a column of all pages that may have a key."""
+    fields = list(dict.fromkeys(["partition", *_order(kind), "offset"]))
     if not old_files.versions:
-        row, version = (type_sql(spark_type(kind.schema.field(name).type)) for name in (kind.table.row_column, VERSION))
-        null = f"CAST(NULL AS STRUCT<gone: INT, row: {row}, version: {version}>) AS version"
+        row = type_sql(spark_type(kind.schema.field(kind.table.row_column).type))
+        version = ", ".join(f"{name}: {'INT' if name == 'partition' else 'BIGINT'}" for name in fields)
+        null = f"CAST(NULL AS STRUCT<gone: INT, row: {row}, version: STRUCT<{version}>>) AS version"
         return reader.spark.range(0).selectExpr(f"CAST(NULL AS {type_sql(kind.state_key)}) AS key", null)
+    version = f"struct({', '.join(f'version.{name}' for name in fields)}) AS version"
     version_frames = [
-        reader.rows(kind, files, places).selectExpr("key", f"struct({gone} AS gone, row, version) AS version")
+        reader.rows(kind, files, places).selectExpr("key", f"struct({gone} AS gone, row, {version}) AS version")
         for gone, files in ((0, old_files.versions), (1, old_files.replaced))
         if files
     ]
