@@ -14,7 +14,7 @@ from zync_assets.errors import Problem, SchemaError
 from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_KINDS, is_orderly
 from zync_assets.pipeline import Format, Input, Pipeline, SideFormat
 from zync_assets.pipeline_file.expressions import SqlProblem, parse
-from zync_assets.pipeline_file.fields import suggestion, word_list
+from zync_assets.pipeline_file.fields import JSON_TEXT, suggestion, word_list
 from zync_assets.pipeline_file.references import lacking_fields, record_type
 
 
@@ -101,7 +101,7 @@ def unknown_fields(pipeline: Pipeline) -> tuple[list[Problem], list[str]]:
 def _lack(owner: pa.DataType, path: str) -> str:
     """The fields that a type has in place of the last one of a path."""
     if not pa.types.is_struct(owner):
-        return f"{owner} has no fields."
+        return f"{owner} has no fields." + (f" {JSON_TEXT}" if pa.types.is_string(owner) else "")
     names = [item.name for item in fields_of(owner)]
     cure = suggestion(path.rpartition(".")[2].strip("`"), names) or "."
     return f"the input's schema has no such field; there are {word_list(names)}{cure}"

@@ -89,7 +89,8 @@ def test_a_field_that_the_schema_lacks_is_a_note_where_it_is_null(tmp_path: Path
 
 def test_a_text_has_no_fields(tmp_path: Path) -> None:
     rule = STATELESS.replace("WHERE", "true").replace("VALUE", "in.key.id")
-    assert unknown(tmp_path, rule) == (["rule r: in.key.id: string has no fields."], [])
+    cure = "For the fields of a JSON text, give the input `format: json` and a `schema:`."
+    assert unknown(tmp_path, rule) == ([f"rule r: in.key.id: string has no fields. {cure}"], [])
 
 
 def test_a_view_names_columns_of_rows_and_none_of_them_is_null(tmp_path: Path) -> None:

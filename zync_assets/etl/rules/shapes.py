@@ -13,6 +13,7 @@ from zync_assets.codecs.spark_types import original_name, spark_type
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.pipeline import Headers, Shape
+from zync_assets.pipeline_file.fields import JSON_TEXT
 from zync_assets.spark.failures import short
 from zync_assets.spark.sql import leaves, name_sql, shape_sql, text_sql
 
@@ -47,13 +48,13 @@ def expression_type(sides: Mapping[str, DataFrame], sql: str, rule: str, key: st
             result_type = _selection(sides, [f"{sql} AS `it`"]).schema["it"].dataType
         except AnalysisException as error:
             kind = FieldMissing if (error.getCondition() or "").startswith(_MISSING) else EtlError
-            raise kind(f"rule {rule}, {key}: {sql}: {_field_error(error) or short(error)}") from error
+            raise kind(f"rule {rule}, {key}: {sql}: {field_error(error) or short(error)}") from error
         result_type = nullable(result_type)
         _TYPES.put(place, result_type)
     return result_type
 
 
-def _field_error(error: PySparkException) -> str | None:
+def field_error(error: PySparkException) -> str | None:
     """The text for an error about a field of a value without fields; None for another error."""
     parameters = error.getMessageParameters() or {}
     if error.getCondition() != "INVALID_EXTRACT_BASE_FIELD_TYPE" or not parameters.keys() >= {"base", "other"}:
@@ -63,7 +64,8 @@ def _field_error(error: PySparkException) -> str | None:
         return (
             f"an element of the array is {kind}, and has no fields. Write {ITEM} alone, or explode an array of structs."
         )
-    return f"{base} is {kind}, and has no fields. Write it without the field's name, or name a struct."
+    cure = f" {JSON_TEXT}" if kind == "string" else ""
+    return f"{base} is {kind}, and has no fields. Write it without the field's name, or name a struct.{cure}"
 
 
 def shape_type(sides: Mapping[str, DataFrame], shape: Shape, rule: str, key: str) -> DataType:

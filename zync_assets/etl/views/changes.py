@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from zync_assets.codecs.spark_types import spark_type
 from zync_assets.errors import EtlError
 from zync_assets.etl.account import Fact
 from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
@@ -238,14 +237,13 @@ def write_changes(
 
 
 def _old_versions(reader: StateReader, kind: TableType, old_files: StateFiles, places: Places) -> DataFrame:
-    """The versions of the keys at places, and a few others: key, version (struct(gone, row, version)). ``version`` has only
-    the fields that order versions: a look-up reads a column of all pages that may have a key."""
-    fields = list(dict.fromkeys(["partition", *_order(kind), "offset"]))
+    """The versions of the keys at places, and a few others: key, version (struct(gone, row, the fields that order versions))."""
+    fields = dict.fromkeys(["partition", *_order(kind), "offset"])
     if not old_files.versions:
-        row = type_sql(spark_type(kind.schema.field(kind.table.row_column).type))
         version = ", ".join(f"{name}: {'INT' if name == 'partition' else 'BIGINT'}" for name in fields)
-        null = f"CAST(NULL AS STRUCT<gone: INT, row: {row}, version: STRUCT<{version}>>) AS version"
-        return reader.spark.range(0).selectExpr(f"CAST(NULL AS {type_sql(kind.state_key)}) AS key", null)
+        version = f"STRUCT<gone: INT, row: {type_sql(kind.state_row)}, version: STRUCT<{version}>>"
+        kinds = (type_sql(kind.state_key), "key"), (version, "version")
+        return reader.spark.range(0).selectExpr(*(f"CAST(NULL AS {text}) AS {name}" for text, name in kinds))
     version = f"struct({', '.join(f'version.{name}' for name in fields)}) AS version"
     version_frames = [
         reader.rows(kind, files, places).selectExpr("key", f"struct({gone} AS gone, row, {version}) AS version")
@@ -398,8 +396,7 @@ def is_split(error: Exception) -> bool:
 
 def split_error(pool: str, error: Exception) -> EtlError | None:
     """The error for a key in two partitions; None for another error."""
-    text = raised_text(error, _SPLIT)
-    if text is None:
+    if (text := raised_text(error, _SPLIT)) is None:
         return None
     return EtlError(
         f"pool {pool}, {text}. The last record of the key is not known. Nothing was committed. Let the"
@@ -434,7 +431,7 @@ def cause_sql(ordering: Ordering, topic: str, offsets: str | None, last: str) ->
         "partition": "version.partition",
         "offset": last,
     }
-    order = ", ".join(f"{values[name]} AS {name}" for name in ordering.parts)
+    order_struct = f"struct({', '.join(f'{values[name]} AS {name}' for name in ordering.parts)})"
 
     def source_struct(offset: str) -> str:
         return f"named_struct('place', {place}, 'partition', version.partition, 'offset', {offset})"
@@ -443,7 +440,7 @@ def cause_sql(ordering: Ordering, topic: str, offsets: str | None, last: str) ->
     if offsets is not None:
         # Spark interprets a lambda.
         cause = f"CASE WHEN size({offsets}) = 1 THEN {cause} ELSE transform({offsets}, it -> {source_struct('it')}) END"
-    return f"struct({order}) AS {ORD}", f"{cause} AS {CAUSE}"
+    return f"{order_struct} AS {ORD}", f"{cause} AS {CAUSE}"
 
 
 def no_cause_sql(ordering: Ordering) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from sqlglot.errors import SqlglotError
 
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import EtlError, FieldMissing
-from zync_assets.etl.rules.shapes import has_schema, headers_sql, nullable, type_sql
+from zync_assets.etl.rules.shapes import field_error, has_schema, headers_sql, nullable, type_sql
 from zync_assets.etl.views.tables import lake_definition, substituted, table_of, table_type
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.staging import StagingState
@@ -342,7 +342,7 @@ def rule_types(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
                 raise FieldMissing(
                     f"rule {rule.name}: {_missing_column(query, kinds) or short(error)} {_NO_FIELD}"
                 ) from error
-            raise EtlError(f"rule {rule.name}: {short(error)}") from error
+            raise EtlError(f"rule {rule.name}: {field_error(error) or short(error)}") from error
         headers = None if rule.headers is None else schema[HEADERS].dataType
         types = nullable(schema[KEY].dataType), nullable(schema[VALUE].dataType), headers
         _TYPES.put(place, types)

@@ -49,6 +49,7 @@ NO_FIELD = (
         ("max(t.tags)", EtlError, NO_MAP),
         ("collect_set(t.tags)", EtlError, NO_MAP),
         ("t.tag", FieldMissing, NO_FIELD),
+        ("t.id.no", EtlError, r"rule 1-view: t\.id is (big)?int, and has no fields"),
     ],
 )
 def test_a_map_to_compare_and_a_missing_field_are_errors_with_a_cure(
