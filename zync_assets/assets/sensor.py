@@ -59,6 +59,7 @@ from zync_assets.errors import ZyncError
 from zync_assets.offsets import OffsetRange, format_key, keys_over
 from zync_assets.pipeline import Pipeline
 from zync_assets.private import private
+from zync_assets.sinks.plan import SinkPlan
 
 Positions = Mapping[int, int]
 News = AssetMaterialization | AssetObservation
@@ -81,6 +82,8 @@ class AssetPosition:
     first: Positions
     next: Positions
     lag: int | None = None
+    sink: SinkPlan | None = None
+    """The plan of a target table."""
 
     @property
     def place(self) -> str:
@@ -123,7 +126,7 @@ def asset_positions(names: Names, facts: Facts) -> Iterator[AssetPosition]:
     for plan in facts.sinks.values():
         sink, table = plan.sink.name, plan.table.name
         job = names.sink_job(sink, table)
-        yield AssetPosition(names.sink_key(sink, table), job, plan.starts, plan.progress.next, plan.lag)
+        yield AssetPosition(names.sink_key(sink, table), job, plan.starts, plan.progress.next, plan.lag, plan)
 
 
 def news(
@@ -208,8 +211,8 @@ def _extents(facts: Facts, asset: AssetPosition, keys: Sequence[OffsetRange]) ->
     place, topic = asset.key.path[-2:]
     if not keys:
         return [], None
-    if (plan := facts.sinks.get(f"{place}/{topic}")) is not None:
-        return reports.sink_extents(plan, keys), None
+    if asset.sink is not None:
+        return reports.sink_extents(asset.sink, keys), None
     if place == KAFKA:
         if topic in facts.publish:
             state = facts.publish[topic].topic_state

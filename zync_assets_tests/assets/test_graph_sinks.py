@@ -87,6 +87,18 @@ def test_the_sensor_writes_what_is_due_and_reports_what_was_done_outside(rig: Ri
     assert jobs(ticks()) == []
 
 
+def test_the_sensor_reports_a_table_whose_name_no_asset_key_can_have(
+    services: Services, tmp_path: Path, unique: str
+) -> None:
+    more = "sinks: [{name: shop_$prefix, type: sqlite, url: shop.db, from: [Raw.$prefix.payments], table: 'paid $$ {topic}'}]"
+    with make_rig(services, tmp_path, unique, more=more) as rig:
+        rig.send(rig.payments, payments(1))
+        run_steps(rig.pipeline)
+        list(sink_all(rig.pipeline, lambda: spark_session(rig.pipeline.spark)))
+        key = rig.names.sink_key(sink(rig), "paid $ payments")
+        assert reported(Ticks(rig)())[key.to_user_string(), OPEN] == 0
+
+
 @pytest.mark.parametrize("is_long", [True, False])
 def test_a_long_load_of_a_table_leaves_a_run_to_the_other_steps(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, is_long: bool
