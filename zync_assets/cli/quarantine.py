@@ -20,6 +20,7 @@ from zync_assets.cli.terminal import (
     Format,
     excerpt,
     format_option,
+    harmless,
     print_json,
     print_rows,
     whole,
@@ -158,9 +159,9 @@ def replay(
     reason_by_place = {record.place: reasons.get(record.place, record.error) for record in _of_rules(model, choice)}
     count, refusals = replay_refused(model, session, choice)
     for place, reason in list(refusals.items())[:REASONS]:
-        click.echo(f"{place} stays: {reason}", err=True)
+        click.echo(harmless(f"{place} stays: {reason}"), err=True)
     for (topic, partition, offset), reason in list(reason_by_place.items())[:REASONS]:
-        click.echo(f"{place_text(topic, partition, offset)} stays: {reason}", err=True)
+        click.echo(harmless(f"{place_text(topic, partition, offset)} stays: {reason}"), err=True)
     if len(reason_by_place) > REASONS:
         command = model.command("quarantine list")
         others = count_text(len(reason_by_place) - REASONS, "more record")

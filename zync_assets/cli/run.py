@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import click
 
 from zync_assets import runner
-from zync_assets.cli.terminal import DURATION, TOPIC, Format, excerpt, format_option, print_json, print_rows
+from zync_assets.cli.terminal import DURATION, TOPIC, Format, excerpt, format_option, harmless, print_json, print_rows
 from zync_assets.conflicts import PASSING, notes_of, raise_first
 from zync_assets.errors import LeaderMissing, SparkLost, ZyncError
 from zync_assets.etl.plan import EtlCommit
@@ -284,7 +284,7 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
 
 def _warn(error: ZyncError, outlook: str) -> None:
     for text in (str(error), *notes_of(error)):
-        click.echo(f"warning: {text} {outlook}", err=True)
+        click.echo(harmless(f"warning: {text} {outlook}"), err=True)
 
 
 def _raise_resting(turns: Mapping[Place, Turn]) -> None:
@@ -393,7 +393,7 @@ def _report_commit(commit: Commit, fmt: Format) -> None:
         )
     )
     for change in _changes(row):
-        click.echo(f"schema change in {row['target']}: {change}")
+        click.echo(harmless(f"schema change in {row['target']}: {change}"))
     sys.stdout.flush()
 
 

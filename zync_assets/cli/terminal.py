@@ -27,9 +27,13 @@ MAX_OFFSET = (1 << 63) - 2
 _LONGEST = 80
 
 
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but for new lines and tabs, changes of the direction of text, and halves of characters."""
+
+
 def harmless(text: str) -> str:
     """The text with nothing in it that a terminal obeys, but for new lines and tabs: records and files may hold anything."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    return _OBEYED.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def excerpt(text: str) -> str:
@@ -142,8 +146,9 @@ def print_rows(rows: Iterable[Mapping[str, object]], columns: Sequence[str], fmt
 
 
 def print_json(value: object) -> None:
-    """Print a value as JSON on a line of its own."""
-    click.echo(json.dumps(plain(value), ensure_ascii=False, allow_nan=False))
+    """Print a value as JSON on a line of its own. What a terminal obeys is escaped."""
+    text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False)
+    click.echo(_OBEYED.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
 def plain(value: Any) -> Any:
@@ -192,4 +197,4 @@ def _cell(value: object) -> str:
     cell = plain(value)
     if cell is None:
         return ""
-    return cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False)
+    return harmless(cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False))

@@ -39,6 +39,18 @@ def test_a_table_shows_every_cell_whole_and_as_it_is(capsys: pytest.CaptureFixtu
     assert "out" not in shown
 
 
+def test_a_terminal_obeys_nothing_that_is_in_a_record(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "a\x1b[2J\x9b1m\x7f\u202eb\u3000Zoë"
+    print_rows([{"text": text, "value": {"text": text}}], ["text", "value"], "table")
+    shown = capsys.readouterr().out
+    assert "a\ufffd[2J\ufffd1m\ufffd\ufffdb\u3000Zoë" in shown
+    print_rows([{"text": text}], ["text"], "json")
+    lines = capsys.readouterr().out
+    assert json.loads(lines) == {"text": text}
+    assert "b\u3000Zoë" in lines
+    assert set("\x1b\x9b\x7f\u202e").isdisjoint(shown + lines)
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
