@@ -187,6 +187,8 @@ def sink(pipeline: Path, names: tuple[str, ...], reset: str | None, verify: bool
 
     With --verify, the exit code is 1 if a row differs.
     """
+    if verify and reset is not None:
+        raise click.UsageError("--verify writes nothing, and --reset empties a table; give one of the two")
     model = load(pipeline)
     sink_names = [item.name for item in model.sinks]
     for name in names:

@@ -317,3 +317,11 @@ def test_the_errors_of_several_tables_are_printed_alike(tmp_path: Path) -> None:
         f"error: sink one, table a: {tmp_path}/first",
         f"error: sink two, table a: {tmp_path}/second",
     ]
+
+
+def test_a_comparison_that_writes_nothing_empties_no_table(tmp_path: Path) -> None:
+    path = tmp_path / "pipeline.yaml"
+    path.write_text(STOPPED)
+    done = CliRunner().invoke(main, ["sink", str(path), "--sink", "one", "--reset", "a", "--verify"])
+    assert done.exit_code == 2
+    assert "--verify writes nothing, and --reset empties a table; give one of the two" in done.stderr
