@@ -264,9 +264,14 @@ def produce(
     A schema is one of Avro, or with connect-json one of Kafka Connect. Avro schemas are registered under TOPIC-key and
     TOPIC-value.
     """
+    keys = key_encoding or encoding
+    for option, given, form in (("--schema", schema, encoding), ("--key-schema", key_schema, keys)):
+        if given is not None and form not in _WITH_SCHEMA:
+            raise click.UsageError(
+                f"{option} goes with {' and '.join(_WITH_SCHEMA)}, and the format is {form}; remove it"
+            )
     where = endpoints_of(pipeline, bootstrap_servers, registry_url)
     lines: Iterable[Line] = _lines(file)
-    keys = key_encoding or encoding
     infers = (encoding in _WITH_SCHEMA and schema is None) or (keys in _WITH_SCHEMA and key_schema is None)
     if infers:
         lines = list(lines)

@@ -133,6 +133,18 @@ def test_other_formats_than_avro(zync: Zync, topic: str) -> None:
     assert f"{topic}/0 offset 0" in refused.stderr
 
 
+@pytest.mark.parametrize("option", ["--schema", "--key-schema"])
+def test_a_schema_that_no_format_takes_is_refused(zync: Zync, topic: str, tmp_path: Path, option: str) -> None:
+    schema = tmp_path / "order.avsc"
+    schema.write_text('"int"')
+    refused = zync(
+        "produce", topic, "--format", "json", option, str(schema), stdin='{"key": "k", "value": {"a": "no int"}}'
+    )
+    assert refused.exit_code == 2
+    assert f"{option} goes with avro and connect-json, and the format is json; remove it" in refused.stderr
+    assert consumed(zync, topic) == []
+
+
 def test_connect_json_goes_both_ways(zync: Zync, topic: str, tmp_path: Path) -> None:
     """With a schema of the user's, whose types JSON lacks, and with a schema inferred from the lines."""
     types: dict[str, dict[str, Any]] = {
