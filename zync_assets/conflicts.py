@@ -78,9 +78,9 @@ def raise_first(troubles: Sequence[ZyncError]) -> None:
     if troubles:
         lasting = [error for error in troubles if not isinstance(error, PASSING)]
         first = (lasting or list(troubles))[0]
-        for error in dict.fromkeys(map(str, troubles)):
-            if error != str(first):
-                first.add_note(error)
+        for text in dict.fromkeys(text for error in troubles for text in (str(error), *notes_of(error))):
+            if text not in (str(first), *notes_of(first)):
+                first.add_note(text)
         raise first
 
 

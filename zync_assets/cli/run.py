@@ -263,11 +263,10 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
                 troubles.append(error)
             if is_stopped():
                 break
-        for error in troubles:
+        losses += sum(isinstance(error, SparkLost) for error in troubles)
+        if until_idle or losses >= MOST_LOSSES or not all(isinstance(error, PASSING) for error in troubles):
             # The steps after a failed one have had their turn by now.
-            losses += isinstance(error, SparkLost)
-            if until_idle or not isinstance(error, PASSING) or losses >= MOST_LOSSES:
-                raise error
+            raise_first(troubles)
         if all(isinstance(error, LeaderMissing) for error in troubles):
             # Partitions with a leader continue at their usual pace.
             back_off = POLL_SECONDS

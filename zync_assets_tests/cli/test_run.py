@@ -15,6 +15,7 @@ from confluent_kafka.admin import AdminClient
 
 from zync_assets.cli import run
 from zync_assets.cli.main import main
+from zync_assets.conflicts import raise_first
 from zync_assets.errors import LakeError, LakeUnavailable, SparkLost, SparkUnavailable, ZyncError
 from zync_assets.kafka import topics
 from zync_assets.local.services import Services
@@ -293,6 +294,25 @@ def test_a_run_waits_out_errors_that_may_pass_and_no_others(
     result = CliRunner().invoke(main, ["run", DEMO])
     assert (result.exit_code, result.stderr.count("Trying again")) == (1, attempts - 1)
     assert len(list(left)) == len(errors) - attempts
+
+
+def test_the_errors_of_several_steps_are_printed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*errors: ZyncError) -> Any:
+        def step(*given: object, **named: object) -> Any:
+            raise_first(errors)
+            yield
+
+        return step
+
+    monkeypatch.setattr(run, "ingest_all", failing(LakeUnavailable("away")))
+    monkeypatch.setattr(run, "etl_all", failing(LakeError("one pool"), LakeError("another pool")))
+    monkeypatch.setattr(run, "publish_all", failing(LakeError("one topic"), LakeError("another topic")))
+    done = CliRunner().invoke(main, ["run", DEMO, "--until-idle"])
+    assert done.exit_code == 1
+    assert sorted(done.stderr.splitlines()) == sorted(
+        f"error: {text}" for text in ("one pool", "another pool", "away", "one topic", "another topic")
+    )
+    assert done.stderr.startswith("error: one pool\n")
 
 
 STOPPED = """
