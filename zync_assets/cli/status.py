@@ -377,23 +377,26 @@ def check(pipeline: Path, state: bool, with_rows: bool, accept: str | None, fmt:
     model = load(pipeline)
     for pool in model.staging_pools if accept else ():
         accept_source_order(model, pool)
-    for result in chain(
-        run_all(model), _state_results(model) if state else (), _row_results(model) if with_rows else ()
-    ):
-        has_failed = has_failed or (not result.passed and result.severity == "error")
-        row: dict[str, object] = {
-            "check": result.name,
-            "of": result.subject,
-            "result": "passed" if result.passed else "failed" if result.severity == "error" else "warning",
-            "severity": result.severity,
-            "summary": result.summary,
-            "numbers": dict(result.numbers),
-        }
-        if fmt == "json":
-            print_json(row)
-        else:
-            rows.append(row)
-    if fmt == "table":
-        print_rows(rows, [name for name in COLUMNS if name not in ("severity", "numbers")], fmt)
+    try:
+        for result in chain(
+            run_all(model), _state_results(model) if state else (), _row_results(model) if with_rows else ()
+        ):
+            has_failed = has_failed or (not result.passed and result.severity == "error")
+            row: dict[str, object] = {
+                "check": result.name,
+                "of": result.subject,
+                "result": "passed" if result.passed else "failed" if result.severity == "error" else "warning",
+                "severity": result.severity,
+                "summary": result.summary,
+                "numbers": dict(result.numbers),
+            }
+            if fmt == "json":
+                print_json(row)
+            else:
+                rows.append(row)
+    finally:
+        # Also where a later check can't look.
+        if rows:
+            print_rows(rows, [name for name in COLUMNS if name not in ("severity", "numbers")], fmt)
     if has_failed:
         raise SystemExit(1)

@@ -83,3 +83,5 @@ def test_it_starts_no_jvm_and_says_when_the_broker_is_away(chain: Chain, monkeyp
     away = CliRunner().invoke(main, ["check", str(chain.pipeline.path)])
     assert away.exit_code == 1
     assert away.stderr.startswith("error: no Kafka broker answered at 127.0.0.1:9")
+    # The results before are shown.
+    assert "monotonic_offsets" in away.stdout
