@@ -158,16 +158,15 @@ def replay(
     # A record that a rule fails on has the reason of this attempt: ETL committed it just now.
     reason_by_place = {record.place: reasons.get(record.place, record.error) for record in _of_rules(model, choice)}
     count, refusals = replay_refused(model, session, choice)
-    for place, reason in list(refusals.items())[:REASONS]:
+    left = refusals | {place_text(*place): reason for place, reason in reason_by_place.items()}
+    for place, reason in list(left.items())[:REASONS]:
         click.echo(harmless(f"{place} stays: {reason}"), err=True)
-    for (topic, partition, offset), reason in list(reason_by_place.items())[:REASONS]:
-        click.echo(harmless(f"{place_text(topic, partition, offset)} stays: {reason}"), err=True)
-    if len(reason_by_place) > REASONS:
+    if len(left) > REASONS:
         command = model.command("quarantine list")
-        others = count_text(len(reason_by_place) - REASONS, "more record")
+        others = count_text(len(left) - REASONS, "more record")
         click.echo(f"{others} in quarantine. This shows them all: {command}", err=True)
     replayed_places = places - reason_by_place.keys()
-    _say({"replayed": len(replayed_places) + count, "left": len(reason_by_place) + len(refusals)}, fmt)
+    _say({"replayed": len(replayed_places) + count, "left": len(left)}, fmt)
     if late := sorted(
         {
             (topic, partition)
@@ -180,7 +179,7 @@ def replay(
             f" value is now the last. This makes the rows right: {model.command('rebuild')}",
             err=True,
         )
-    if reason_by_place or refusals:
+    if left:
         raise click.exceptions.Exit(1)
 
 

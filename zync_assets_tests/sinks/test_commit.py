@@ -771,7 +771,7 @@ NO_CHANGE = (
 
 @pytest.mark.slow
 def test_an_envelope_that_is_no_change_of_a_row_is_put_aside(
-    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = mini(services, spark, tmp_path, unique, NO_CHANGE)
     for op, after in (("c", {"id": 1, "v": "b"}), ("t", None), ("m", None)):
@@ -791,8 +791,11 @@ def test_an_envelope_that_is_no_change_of_a_row_is_put_aside(
 
     listed = [json.loads(line)["rule"] for line in quarantine("list", "--sink", "some").stdout.splitlines()]
     assert listed == ["some/some"] * 2
+    monkeypatch.setattr("zync_assets.cli.quarantine.REASONS", 1)
     replayed = quarantine("replay", "--sink", "some", "--sink", "kept", "--offsets", "0:1")
     assert json.loads(replayed.stdout) == {"replayed": 0, "left": 2}
+    assert replayed.stderr.count(" stays: ") == 1
+    assert "1 more record in quarantine. This shows them all: zync quarantine list" in replayed.stderr
     assert json.loads(quarantine("drop", "--sink", "some").stdout) == {"dropped": 2}
     assert {item.sink.name for item in refused_records(it.pipeline, Selection())} == {"rows", "kept"}
     again = quarantine("drop", "--sink", "some")
