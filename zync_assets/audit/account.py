@@ -343,8 +343,7 @@ def _side_rows(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetRange] | N
     state, side = snapshot.raw(topic), snapshot.quarantine(topic)
     columns = ["kafka.partition", "kafka.offset", "stage", "end"]
     for item in quarantine_table.quarantine_files(state, side, check=False) if state and side else ():
-        span = OffsetRange(item.partition or 0, item.first or 0, (item.last or 0) + 1)
-        if side is None or (ranges is not None and not touches(span, ranges)):
+        if side is None or (ranges is not None and not item.meets(ranges)):
             continue
         for batch in read_columns(storage.join(side.uri, item.path), columns):
             table = pa.Table.from_batches([batch]).flatten()

@@ -262,8 +262,7 @@ def _read_sources(
     outputs = 0
     for name in sorted({topic for topic, _ in state.head.outputs}):
         for item in state.output_files(name):
-            span = OffsetRange(item.partition or 0, item.first or 0, (item.last or 0) + 1)
-            if ranges is not None and not touches(span, ranges.get(name, ())):
+            if ranges is not None and not item.meets(ranges.get(name, ())):
                 continue
             outputs += item.records
             rebuilt = state.head.rebuilt.get((name, item.partition or 0), 0)

@@ -110,7 +110,7 @@ def contiguous_output_offsets(
         return conclude(CONTIGUOUS, subject, "error", [], "nothing transformed yet", {"records": 0})
     files = state.output_files(topic)
     parts = None if ranges is None else list(ranges)
-    own_files = [item for item in files if parts is None or _touches(item, parts)]
+    own_files = [item for item in files if parts is None or item.meets(parts)]
     problems = [*_numbering_problems(state, topic, files)]
     for item in own_files:
         problems += _file_problems(state, topic, item)
@@ -177,13 +177,6 @@ def _look_ranges(
         parts = all_ranges if ranges is None else subtract(all_ranges, subtract(all_ranges, ranges.get(topic, ())))
         ranges_by_topic[topic] = (*ranges_by_topic.get(topic, ()), *parts)
     return ranges_by_topic
-
-
-def _touches(item: DataFile, parts: Sequence[OffsetRange]) -> bool:
-    return any(
-        part.partition == item.partition and (item.first or 0) < part.end and part.first <= (item.last or 0)
-        for part in parts
-    )
 
 
 def _numbering_problems(state: StagingState, topic: str, files: Sequence[DataFile]) -> Iterator[str]:

@@ -245,11 +245,7 @@ def undecoded_rows(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan) -> Da
         if not ranges or state is None or not any([*state.bad.values(), *state.left_out.values()]):
             continue
         side = Snapshot(pipeline, plan.raw).quarantine(topic)
-        files = [
-            item
-            for item in quarantine_table.quarantine_files(state, side)
-            if any(part.partition == item.partition and part.first <= (item.last or 0) for part in ranges)
-        ]
+        files = [item for item in quarantine_table.quarantine_files(state, side) if item.meets(ranges)]
         if side is not None and files:
             frames.append(_rows(spark, plan, topic, state, side.uri, files))
     return union(frames) if frames else None
