@@ -18,7 +18,7 @@ from heapq import heapreplace
 from typing import NamedTuple
 
 RANGE_SIZE = 1_000_000
-"""Offsets in one partition key of an asset, unless the pipeline says otherwise."""
+"""Offsets in one partition key of an asset."""
 
 _KEY = re.compile(r"(\d+):(\d+)-(\d+)")
 
@@ -95,6 +95,11 @@ def subtract(whole: Iterable[OffsetRange], parts: Iterable[OffsetRange]) -> list
     return difference
 
 
+def offset_count(ranges: Iterable[OffsetRange]) -> int:
+    """The number of offsets in some ranges. There may be fewer records."""
+    return sum(part.end - part.first for part in ranges)
+
+
 def format_key(part: OffsetRange) -> str:
     """The partition key of an asset for a range: ``partition:first-last``, last included (``0:0-999999``)."""
     return str(part)
@@ -147,7 +152,7 @@ more equal times, but the starts of the tasks cost more than that."""
 
 def shares(ranges: Sequence[OffsetRange], slots: int) -> list[OffsetRange]:
     """The ranges cut into pieces, the longest first, of which ``slots`` are worked on at one time."""
-    total = sum(map(_length, ranges))
+    total = offset_count(ranges)
     sizes = {min(MOST, max(LEAST, -(-total // (slots * rounds)))) for rounds in range(1, _ROUNDS + 1)}
     divisions = [[piece for part in ranges for piece in _even(part, size)] for size in sorted(sizes, reverse=True)]
     return min(

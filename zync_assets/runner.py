@@ -38,7 +38,7 @@ from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.readings import Reading, TopicEnds, are_confirmed, keep_reading, read_readings
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.offsets import OffsetRange, place_text
+from zync_assets.offsets import OffsetRange, offset_count, place_text
 from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file.references import with_lake_names
 from zync_assets.publish.commit import PublishCommit, publish
@@ -111,18 +111,18 @@ def _ingest_to(
     most = max((batch.plan.lag for batch in small_batches.values()), default=0)
     for topic, (commit, lag) in _side_by_side(once, works, most, lone_topics, troubles):
         if commit is not None:
-            progress(f"ingest {topic}", sum(part.end - part.first for part in commit.ranges), lag)
+            progress(f"ingest {topic}", offset_count(commit.ranges), lag)
             yield commit
     for topic in lone_topics:
-        total = offset_count = 0
+        total = done_count = 0
         try:
             while True:
                 commit, lag = ingest_once(pipeline, session, topic, topic_ends.states, limit=limit)
                 if commit is None:
                     break
                 total = total or lag
-                offset_count += sum(part.end - part.first for part in commit.ranges)
-                progress(f"ingest {topic}", offset_count, total)
+                done_count += offset_count(commit.ranges)
+                progress(f"ingest {topic}", done_count, total)
                 yield commit
                 if not whole:
                     break
@@ -294,8 +294,7 @@ def etl_backlog(pipeline: Pipeline) -> int:
         # Staging is read before raw, so that seen is never past a raw table's next offset.
         state = staging.open_staging(pipeline.lake, pool)
         states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in pipeline.inputs_of(pool)}
-        ranges_by_topic = unseen(states, state.head if state else Head())
-        total += sum(part.end - part.first for parts in ranges_by_topic.values() for part in parts)
+        total += sum(map(offset_count, unseen(states, state.head if state else Head()).values()))
     return total
 
 

@@ -36,7 +36,7 @@ from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.lake.raw import ORDER, RawState, WriterSchema
 from zync_assets.lake.raw_files import LOWEST
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.offsets import OffsetRange, normalize, subtract
+from zync_assets.offsets import OffsetRange, normalize, offset_count, subtract
 from zync_assets.pipeline import Input, Pipeline, pool_path
 
 
@@ -252,7 +252,7 @@ def quarantine_size(
         problems.append(f"retention removed {', '.join(map(str, side.lost))} before they were ingested")
     numbers = {
         "quarantined": len(inside),
-        "lost_offsets": sum(part.end - part.first for part in side.lost),
+        "lost_offsets": offset_count(side.lost),
     }
     return conclude(QUARANTINE_SIZE, place, "warn", problems, "nothing in quarantine", numbers)
 

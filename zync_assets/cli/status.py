@@ -33,6 +33,7 @@ from zync_assets.lake.publication import verified_ends
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
+from zync_assets.offsets import offset_count
 from zync_assets.pipeline import Input, Output, Pipeline, RegistryConfig, table_name
 from zync_assets.pipeline_file import load
 from zync_assets.sinks.plan import plan_sink
@@ -258,10 +259,8 @@ def order_rows(pipeline: Pipeline, pool: str, state: StagingState | None) -> Ite
     domains, ranges = domains_of(items, tables), unseen(tables, head)
     cut_by_domain = cuts(pipeline, domains, tables, head, ranges, dict.fromkeys(domains, sys.maxsize))
     for domain, part in cut_by_domain.items():
-        new_count = sum(span.end - span.first for topic in part.ranges for span in ranges[topic])
-        waiting_count = new_count - sum(
-            span.end - span.first for part_ranges in part.ranges.values() for span in part_ranges
-        )
+        new_count = sum(offset_count(ranges[topic]) for topic in part.ranges)
+        waiting_count = new_count - sum(map(offset_count, part.ranges.values()))
         row: Row = {"domain": domain, "pool": pool, "waiting": waiting_count}
         behind = part.frontier.behind
         if waiting_count and behind is not None:

@@ -32,7 +32,7 @@ from zync_assets.lake.parquet_rows import rows_at
 from zync_assets.lake.quarantine_table import QuarantinedRecord, admit
 from zync_assets.lake.raw import ORDER, RawAdvance, WriterSchema
 from zync_assets.lake.raw_files import ORDER_TYPE, highest_times, raw_schema
-from zync_assets.offsets import OffsetRange
+from zync_assets.offsets import OffsetRange, offset_count
 from zync_assets.pipeline import Pipeline
 from zync_assets.upkeep import apply_retention, keep_up
 
@@ -121,7 +121,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
         changes,
         time.monotonic() - start,
         sum(files.left_out.values()) - files.repeats,
-        sum(part.end - part.first for part in plan.losses),
+        offset_count(plan.losses),
         files.repeats,
     )
 

@@ -26,7 +26,7 @@ from zync_assets.kafka.topics import TopicState, led_state, offsets_at
 from zync_assets.lake import raw
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import raw_schema
-from zync_assets.offsets import LEAST, OffsetRange, new_ranges, shares
+from zync_assets.offsets import LEAST, OffsetRange, new_ranges, offset_count, shares
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.spark.session import Session, lazy_session
 from zync_assets.spark.tasks import MANY, SMALL_OFFSETS, indexes, slots, task_frame
@@ -137,7 +137,7 @@ def plan_ingest(
     position |= {part.partition: part.end for part in losses}
     ends = {p.partition: p.end for p in topic_state.partitions}
     ranges = new_ranges(position, ends)
-    lag = sum(part.end - part.first for part in ranges)
+    lag = offset_count(ranges)
     if within is not None:
         ranges = [
             OffsetRange(part.partition, part.first, min(part.end, limit_.end))
@@ -171,7 +171,7 @@ def small_inputs(
             troubles.append(error)
             continue
         plan = batch.plan
-        whole = sum(part.end - part.first for part in plan.ranges) == plan.lag
+        whole = offset_count(plan.ranges) == plan.lag
         if not whole or plan.lag > SMALL_OFFSETS or plan.input.shape is not None:
             other_topics.append(topic)
         elif not plan.nothing_to_do:
@@ -294,7 +294,7 @@ def task_ranges(spark: SparkSession, plan: IngestPlan) -> list[OffsetRange]:
     ranges = plan.ranges
     if looks_at_time(plan.input):
         return list(ranges)
-    total = sum(part.end - part.first for part in ranges)
+    total = offset_count(ranges)
     return shares(ranges, slots(spark) if total > FEW_OFFSETS else FEW_OFFSETS // LEAST)
 
 

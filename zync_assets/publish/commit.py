@@ -42,7 +42,7 @@ from zync_assets.lake.publication import (
     publish_state,
 )
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.offsets import OffsetRange
+from zync_assets.offsets import OffsetRange, offset_count
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.publish.encoding import (
     StagedTopic,
@@ -80,7 +80,7 @@ class PublishCommit:
 
     @property
     def records(self) -> int:
-        return _records(self.ranges)
+        return offset_count(self.ranges)
 
 
 PublishStates = Mapping[int, PublishState]
@@ -188,9 +188,9 @@ def publish(
     # 5. Send the rest window by window. A Spark task announces a window of some partitions, and then sends the window. Spark runs
     #    the tasks of other partitions at the same time.
     ranges = [OffsetRange(part.partition, highs[part.partition], part.end) for part in plan.parts]
-    total, sent_count = _records(ranges), 0
+    total, sent_count = offset_count(ranges), 0
     for parts in task_parts(ranges, TASK_RECORDS):
-        records = _records(parts)
+        records = offset_count(parts)
         shares = shared(parts, min(-(-records // WINDOW_RECORDS), slots(batch.spark)))
         announcements = _announcements(publish_states)
         for task_announcements in run_tasks(batch.spark, len(shares), partial(_send, target, shares, announcements)):
@@ -228,12 +228,8 @@ def shared(parts: Sequence[OffsetRange], count: int) -> list[list[OffsetRange]]:
     """The ranges of ``parts`` in ``count`` lists at the most, which have about as many records each."""
     shares: list[list[OffsetRange]] = [[] for _ in range(min(max(1, count), len(parts)))]
     for part in sorted(parts, key=lambda part: part.first - part.end):
-        min(shares, key=_records).append(part)
+        min(shares, key=offset_count).append(part)
     return shares
-
-
-def _records(parts: Iterable[OffsetRange]) -> int:
-    return sum(part.end - part.first for part in parts)
 
 
 def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:

@@ -25,7 +25,7 @@ from zync_assets.lake.parquet_rows import rows_within
 from zync_assets.lake.raw import RawState, raw_files
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import HEADERS_COLUMN, StagingState, key_column, value_column
-from zync_assets.offsets import OffsetRange
+from zync_assets.offsets import OffsetRange, offset_count
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import (
     FAILED,
@@ -91,12 +91,12 @@ class SinkPlan:
     @property
     def lag(self) -> int:
         """The number of offsets that the target lacks."""
-        return sum(part.end - part.first for part in self.missing)
+        return offset_count(self.missing)
 
     @property
     def offsets(self) -> int:
         """The number of offsets of the batch."""
-        return sum(part.end - part.first for part in self.ranges)
+        return offset_count(self.ranges)
 
     @property
     def files(self) -> list[DataFile]:
@@ -297,7 +297,7 @@ def plan_sink(
     ranges: list[OffsetRange] = []
     for number, (partition, end) in enumerate(sorted(ends.items())):
         first = progress.next.get(partition, starts[partition])
-        share = max(1, (limit - sum(item.end - item.first for item in ranges)) // (len(ends) - number))
+        share = max(1, (limit - offset_count(ranges)) // (len(ends) - number))
         if first < end:
             ranges.append(OffsetRange(partition, first, min(end, first + share)))
     return replace(plan, ranges=tuple(ranges))

@@ -25,7 +25,7 @@ from zync_assets.errors import (
     ZyncError,
 )
 from zync_assets.lake import raw
-from zync_assets.offsets import OffsetRange
+from zync_assets.offsets import OffsetRange, offset_count
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import Layout
 from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, check_table, commit_sink
@@ -177,7 +177,7 @@ def sink_table(
 
 def next_limit(commit: SinkCommit) -> int:
     """The most offsets of the batch after ``commit``, so that it takes about TURN_SECONDS."""
-    speed = sum(part.end - part.first for part in commit.ranges) / max(commit.seconds, 0.001)
+    speed = offset_count(commit.ranges) / max(commit.seconds, 0.001)
     return min(BATCH_OFFSETS, max(TURN_OFFSETS, int(speed * TURN_SECONDS)))
 
 
