@@ -100,10 +100,8 @@ def row_frames(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
 
 def row_sql(rule: Rule, item: Lookup, kind: DataType) -> str:
     """The row under its alias, with the columns that the rule needs."""
-    headers = rule.headers
-    texts = [sql for shape in (rule.key, rule.value) for _, sql in leaves(shape, "")]
-    texts += [] if headers is None else [headers] if isinstance(headers, str) else list(headers.values())
-    texts += [*(row_key for _, row_key in item.on), *([] if rule.keep is None else [rule.keep])]
+    texts = [sql for shape in (rule.key, rule.value, rule.headers, rule.keep) for _, sql in leaves(shape, "")]
+    texts += [row_key for _, row_key in item.on]
     return f"{pruned_sql(used_columns(texts, item.alias), kind, 'row')} AS {name_sql(item.alias)}"
 
 

@@ -36,7 +36,7 @@ from zync_assets.ingest.task import CONTROL, KEPT, TaskEnd, Types, Writer, decod
 from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import ORDER_TYPE
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Input, Pipeline, RecordShape, Shape
+from zync_assets.pipeline import Input, Pipeline, RecordShape
 from zync_assets.pipeline_file.conditions import without_root
 from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse
 from zync_assets.pipeline_file.missing_fields import Expected, expected_fields
@@ -52,7 +52,7 @@ from zync_assets.spark.failures import (
     short,
     spark_failures,
 )
-from zync_assets.spark.sql import shape_sql
+from zync_assets.spark.sql import edited, leaves, shape_sql
 from zync_assets.spark.tasks import run_tasks, search_settings, task_frame
 
 if TYPE_CHECKING:
@@ -68,20 +68,10 @@ TEXTS = 8
 
 def looks_at_time(item: Input) -> bool:
     """Whether an input's shape or order names the carried time of a record. A task knows it of one part of a partition."""
-
-    def texts(shape: Shape) -> Iterator[str]:
-        if isinstance(shape, str):
-            yield shape
-        for part in shape.values() if isinstance(shape, Mapping) else ():
-            yield from texts(part)
-
     shape = item.shape or RecordShape(None, {})
-    expressions = [
-        shape.where,
-        item.order and item.order.by,
-        *(text for side in shape.sides.values() for text in texts(side)),
-    ]
-    references = (column for sql in expressions if sql is not None for column in columns(parse(sql).tree))
+    shapes = (shape.where, item.order and item.order.by, *shape.sides.values())
+    expressions = (sql for side in shapes for _, sql in leaves(side, ""))
+    references = (column for sql in expressions for column in columns(parse(sql).tree))
     return any([name.lower() for name in column[:2]] in (["kafka"], ["kafka", "time"]) for column in references)
 
 
@@ -127,7 +117,7 @@ def _expressions(frame: DataFrame, item: Input) -> tuple[list[str], str, dict[st
     for side in ("key", "value"):
         sql = side
         if side in shape.sides and not (side == "value" and "value" in void):
-            sql = shape_sql(_shape_without(shape.sides[side], void))
+            sql = shape_sql(edited(shape.sides[side], lambda sql: _without(sql, void)))
             _kind(whole, sql, f"{place}.{side}", sql)
         sides[side] = sql if side == "key" else f"CASE WHEN value IS NOT NULL THEN {sql} END"
     order = f"`{ORDER}`" if ORDER in frame.columns else None
@@ -432,14 +422,6 @@ def _without(sql: str, void: Sequence[str]) -> str:
     for side in void:
         sql = without_root(sql, side)
     return sql
-
-
-def _shape_without(shape: Shape, void: Sequence[str]) -> Shape:
-    if shape is None or not void:
-        return shape
-    if isinstance(shape, str):
-        return _without(shape, void)
-    return {name: _shape_without(part, void) for name, part in shape.items()}
 
 
 def _expectation(pipeline: Pipeline, item: Input, source: TopicSource) -> Expected | None:

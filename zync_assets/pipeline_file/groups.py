@@ -31,7 +31,7 @@ from zync_assets.pipeline_file.joins import alias_problem
 from zync_assets.pipeline_file.source import YamlTable
 from zync_assets.pipeline_file.topics import over, read_condition
 from zync_assets.queries import Aggregate, GroupDefinition
-from zync_assets.spark.sql import name_sql
+from zync_assets.spark.sql import edited, name_sql
 
 RECORDS = ("first", "list")
 """The functions that give whole records."""
@@ -110,12 +110,6 @@ class GroupSection:
                 raise SqlProblem(f"`{name}()` has a FILTER; write count_if(…), or CASE WHEN … THEN … END inside")
             calls.append((opening, closing))
         return calls
-
-    def shape(self, shape: Shape) -> Shape:
-        """A shape over columns."""
-        if isinstance(shape, str):
-            return self.rewritten(shape)
-        return None if shape is None else {name: self.shape(part) for name, part in shape.items()}
 
     def keys(self, sql: str, alias: str) -> tuple[str, ...]:
         """An expression over one record's columns as an expression over the record ``alias``."""
@@ -227,9 +221,9 @@ def group_rule(
         fields.problem("complete-when", problem)
     try:
         complete_sql = section.rewritten(complete or "")
-        outputs = section.shape(key), section.shape(value)
-        headers = _headers(headers, section)
-        explode, keep = (None if sql is None else section.rewritten(sql) for sql in (explode, keep))
+        outputs = edited(key, section.rewritten), edited(value, section.rewritten)
+        headers = edited(headers, section.rewritten)
+        explode, keep = (edited(sql, section.rewritten) for sql in (explode, keep))
         sides = tuple(
             Side(alias, topic, wheres.get(alias), section.keys(keys[alias], alias))
             for alias, topic in section.sides.items()
@@ -270,12 +264,6 @@ def _alias_expressions(fields: Fields, key: str, sides: Mapping[str, str], form:
     if form and (missing_aliases := [alias for alias in sides if alias not in alias_fields]):
         fields.problem(key, f"has nothing for {word_list(f'`{alias}`' for alias in missing_aliases)}; {form}")
     return expressions
-
-
-def _headers(headers: Headers | None, section: GroupSection) -> Headers | None:
-    if headers is None or isinstance(headers, str):
-        return None if headers is None else section.rewritten(headers)
-    return {name: section.rewritten(sql) for name, sql in headers.items()}
 
 
 def _single_spaced_text(sql: str, tokens: Sequence[Token]) -> str:

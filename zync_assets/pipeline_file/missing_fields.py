@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import pyarrow as pa
@@ -25,6 +26,7 @@ from zync_assets.lake.raw_files import raw_schema
 from zync_assets.pipeline import Input, Pipeline, RecordShape, Rule, Shape
 from zync_assets.pipeline_file.conditions import TextSpan, with_nulls
 from zync_assets.pipeline_file.expressions import columns, parse
+from zync_assets.spark.sql import edited, leaves
 
 _log = logging.getLogger(__name__)
 _said: set[tuple[str, str, str]] = set()
@@ -108,8 +110,8 @@ def expected_fields(
     assert item.shape is not None
     schema = raw_schema(types["key"] or pa.null(), types["value"] or pa.null())
     sides = {"": item.topic}
-    expressions = [(sql, sides) for sql in _leaves(item.shape.where)]
-    expressions += [(sql, sides) for shape in item.shape.sides.values() for sql in _leaves(shape)]
+    shapes = (item.shape.where, *item.shape.sides.values())
+    expressions = [(sql, sides) for shape in shapes for _, sql in leaves(shape, "")]
     paths = _missing_fields(expressions, item.topic, schema)
     if not paths:
         return None
@@ -118,7 +120,7 @@ def expected_fields(
     side_shapes: dict[str, Shape] = {}
     for side, shape in item.shape.sides.items():
         side_shapes[side] = _filled(_edited_shape(shape, sides, schemas), shape, f"input {item.topic}, shape", side)
-    where = None if item.shape.where is None else _edited_sql(item.shape.where, sides, schemas)
+    where = edited(item.shape.where, partial(_edited_sql, sides=sides, schemas=schemas))
     side_types = {f"{side}_type": schema.field(side).type for side in ("key", "value") if side in schema.names}
     missing_names = tuple(".".join(path) for path in _missing_fields(expressions, item.topic, schema))
     return Expected(pipeline, replace(item, shape=RecordShape(where, side_shapes)), side_types, missing_names)
@@ -159,7 +161,7 @@ def _expressions(rule: Rule) -> Iterator[tuple[str, Sides]]:
     yield from ((record, sides) for item in rule.lookups for record, _ in item.on)
     yield from ((sql, sides) for sql in (() if rule.group is None else rule.group.expressions))
     for shape in (rule.key, rule.value, rule.headers, rule.keep, rule.explode):
-        yield from ((sql, sides) for sql in _leaves(shape))
+        yield from ((sql, sides) for _, sql in leaves(shape, ""))
 
 
 def _sides(rule: Rule) -> dict[str, str]:
@@ -167,14 +169,6 @@ def _sides(rule: Rule) -> dict[str, str]:
     sides = {side.name.lower(): side.topic for side in rule.sides}
     aggregates = rule.group.named("first", "list") if rule.group is not None else ()
     return sides | {item.name.lower(): sides[name.lower()] for item in aggregates for name in item.arguments}
-
-
-def _leaves(shape: Shape) -> Iterator[str]:
-    if isinstance(shape, str):
-        yield shape
-    elif shape is not None:
-        for part in shape.values():
-            yield from _leaves(part)
 
 
 def _names(sql: str) -> Iterator[_Name]:
@@ -341,44 +335,29 @@ def _with_field(kind: pa.DataType, newest: pa.DataType, path: Path, ids: Sequenc
 
 def _without_missing(rule: Rule, schemas: Mapping[str, pa.Schema]) -> Rule:
     """The rule with NULL for the fields that are still missing."""
-
-    def edited_sql(sql: str, sides: Sides) -> str:
-        return _edited_sql(sql, sides, schemas)
-
     sides = _sides(rule)
+    edit = partial(_edited_sql, sides=sides, schemas=schemas)
     key = _filled(_edited_shape(rule.key, sides, schemas), rule.key, f"rule {rule.name}", "key")
     value = _filled(_edited_shape(rule.value, sides, schemas), rule.value, f"rule {rule.name}", "value")
-    keep = None if rule.keep is None else edited_sql(rule.keep, sides)
-    headers = rule.headers
-    if headers is not None:
-        headers = (
-            edited_sql(headers, sides)
-            if isinstance(headers, str)
-            else {name: edited_sql(sql, sides) for name, sql in headers.items()}
-        )
     edited_sides = tuple(
         replace(
             side,
-            where=None if side.where is None else edited_sql(side.where, {"": side.topic}),
-            keys=tuple(edited_sql(sql, sides) for sql in side.keys),
+            where=edited(side.where, partial(_edited_sql, sides={"": side.topic}, schemas=schemas)),
+            keys=tuple(map(edit, side.keys)),
         )
         for side in rule.sides
     )
-    lookups = tuple(
-        replace(item, on=tuple((edited_sql(record, sides), row) for record, row in item.on)) for item in rule.lookups
-    )
-    explode = None if rule.explode is None else edited_sql(rule.explode, sides)
-    group = None if rule.group is None else rule.group.edited(lambda sql: edited_sql(sql, sides))
+    lookups = tuple(replace(item, on=tuple((edit(record), row) for record, row in item.on)) for item in rule.lookups)
     return replace(
         rule,
         sides=edited_sides,
         key=key,
         value=value,
-        keep=keep,
-        headers=headers,
+        keep=edited(rule.keep, edit),
+        headers=edited(rule.headers, edit),
         lookups=lookups,
-        group=group,
-        explode=explode,
+        group=None if rule.group is None else rule.group.edited(edit),
+        explode=edited(rule.explode, edit),
     )
 
 

@@ -31,10 +31,10 @@ from zync_assets.lake import staging
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import KAFKA_TYPE
 from zync_assets.lake.staging import StagingState
-from zync_assets.pipeline import Headers, Pipeline, RecordShape, Rule, Shape
+from zync_assets.pipeline import Pipeline, RecordShape, Rule, Shape
 from zync_assets.pipeline_file.expressions import SqlProblem
 from zync_assets.pipeline_file.view_expressions import row_type, table_with_names, with_names
-from zync_assets.spark.sql import name_sql
+from zync_assets.spark.sql import edited, name_sql
 
 _OPENING = (TokenType.L_PAREN, TokenType.L_BRACKET)
 _CLOSING = (TokenType.R_PAREN, TokenType.R_BRACKET)
@@ -277,7 +277,7 @@ def shape_in_lake_names(shape: RecordShape, key: pa.DataType, value: pa.DataType
     names_differ = any(has_other_names(type) for type in roots.values())
     rewrite = _rewriter(roots, names_differ)
     sides = {side: _LakeFields().shape(part, rewrite) for side, part in shape.sides.items()}
-    return replace(shape, where=None if shape.where is None else rewrite(shape.where), sides=sides)
+    return replace(shape, where=edited(shape.where, rewrite), sides=sides)
 
 
 def with_notes(type: pa.DataType) -> pa.DataType:
@@ -346,7 +346,7 @@ def _rewritten(
 
     def condition(where: str | None, topic: str) -> str | None:
         column_types = {name: _side(types.get(topic), name) for name in ("kafka", "key", "value")}
-        return None if where is None else rewriter(column_types)(where)
+        return edited(where, rewriter(column_types))
 
     roots: dict[str, pa.DataType | None] = {side.name: types.get(side.topic) for side in rule.sides}
     view = rule.view
@@ -377,9 +377,9 @@ def _rewritten(
         sides=tuple(sides),
         key=lake_fields["key"].shape(rule.key, rewrite),
         value=lake_fields["value"].shape(rule.value, rewrite),
-        headers=_headers(rule.headers, rewrite),
-        keep=None if rule.keep is None else rewrite(rule.keep),
-        explode=None if rule.explode is None else rewrite(rule.explode),
+        headers=edited(rule.headers, rewrite),
+        keep=edited(rule.keep, rewrite),
+        explode=edited(rule.explode, rewrite),
         view=view,
         group=None if rule.group is None else rule.group.edited(rewrite),
         lookups=tuple(
@@ -395,9 +395,3 @@ def _rewritten(
 
 def _side(type: pa.StructType | None, name: str) -> pa.DataType | None:
     return None if type is None or type.get_field_index(name) < 0 else type.field(name).type
-
-
-def _headers(headers: Headers | None, rewrite: Rewrite) -> Headers | None:
-    if headers is None or isinstance(headers, str):
-        return None if headers is None else rewrite(headers)
-    return {name: rewrite(sql) for name, sql in headers.items()}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from sqlglot import exp
 from sqlglot.tokenizer_core import TokenType
 
-from zync_assets.pipeline import Rule, Shape, View, ViewTable
+from zync_assets.pipeline import Rule, View, ViewTable
 from zync_assets.pipeline_file.conditions import closing_places
 from zync_assets.pipeline_file.expressions import (
     RECORD_ROOTS,
@@ -31,6 +31,7 @@ from zync_assets.pipeline_file.expressions import (
 )
 from zync_assets.pipeline_file.fields import suggestion, word_list
 from zync_assets.queries import view_definition
+from zync_assets.spark.sql import edited
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -257,7 +258,7 @@ def with_names(rule: Rule, view: View, record_rewrites: Mapping[str, Rewrite], r
         replace(join, on=tuple((row_rewrite(near_sql), row_rewrite(alias_sql)) for near_sql, alias_sql in join.on))
         for join in view.joins
     )
-    where, choice = (None if sql is None else row_rewrite(sql) for sql in (view.where, view.on_duplicate_key))
+    where, choice = (edited(sql, row_rewrite) for sql in (view.where, view.on_duplicate_key))
     tables = tuple(table_with_names(item, record_rewrites[item.alias]) for item in view.tables)
     definition = view_definition(view, rule.key, rule.value, rule.headers, rule.out)
     query = replace(view, tables=tables, joins=tuple(joins), where=where, on_duplicate_key=choice)
@@ -266,8 +267,8 @@ def with_names(rule: Rule, view: View, record_rewrites: Mapping[str, Rewrite], r
 
 def table_with_names(item: ViewTable, rewrite: Rewrite) -> ViewTable:
     """The table with the lake's names. ``rewrite``: for expressions over the records of its topic."""
-    row, deleted = (None if sql is None else rewrite(sql) for sql in (item.row, item.deleted))
-    return replace(item, key=_shape(item.key, rewrite), row=row, deleted=deleted)
+    row, deleted = (edited(sql, rewrite) for sql in (item.row, item.deleted))
+    return replace(item, key=edited(item.key, rewrite), row=row, deleted=deleted)
 
 
 def row_type(item: ViewTable, record: Mapping[str, pa.DataType | None]) -> pa.DataType | None:
@@ -281,10 +282,3 @@ def row_type(item: ViewTable, record: Mapping[str, pa.DataType | None]) -> pa.Da
     if item.row is None and kind is not None and is_envelope(kind):
         path.append("after")
     return type_at(kind, path[1:])
-
-
-def _shape(shape: Shape, rewrite: Rewrite) -> Shape:
-    """The shape with other expressions."""
-    if isinstance(shape, str):
-        return rewrite(shape)
-    return None if shape is None else {name: _shape(part, rewrite) for name, part in shape.items()}

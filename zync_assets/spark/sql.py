@@ -12,12 +12,14 @@ import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zync_assets.pipeline import Shape
 
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType
+
+AnyShape = TypeVar("AnyShape", bound=Shape)
 
 
 def shape_sql(shape: Shape) -> str:
@@ -37,6 +39,15 @@ def leaves(shape: Shape, path: str) -> Iterator[tuple[str, str]]:
     elif shape is not None:
         for name, part in shape.items():
             yield from leaves(part, f"{path}.{name}")
+
+
+def edited(shape: AnyShape, edit: Callable[[str], str]) -> AnyShape:
+    """A shape, headers or a condition with other expressions. ``edit``: makes them of the present ones."""
+    if isinstance(shape, Mapping):
+        fields: Any = {name: edited(part, edit) for name, part in shape.items()}
+        return fields
+    text: Any = shape if shape is None else edit(shape)
+    return text
 
 
 def text_sql(text: str) -> str:

@@ -17,7 +17,7 @@ from zync_assets.errors import LakeError
 from zync_assets.etl.rules.kind import Kind
 from zync_assets.etl.rules.shapes import headers_sql
 from zync_assets.pipeline import Pipeline, Rule, Shape, View, ViewTable
-from zync_assets.spark.sql import leaves, name_sql, shape_sql
+from zync_assets.spark.sql import edited, leaves, name_sql, shape_sql
 
 _ENVELOPE_DELETES = "value IS NULL OR coalesce(value.op = 'd', false)"
 """Whether a record deletes its row, of an envelope whose type is not known yet."""
@@ -48,7 +48,7 @@ def query_sql(rule: Rule, kind: ViewKind, pipeline: Pipeline) -> str:
 
     view = _view(rule)
     tables = ",\n".join(f"{item.alias} AS ({latest_sql(item, pipeline)})" for item in view.tables)
-    value = _with_order(rule.value)
+    value = edited(rule.value, ordered)  # Spark collects in no order
     headers = "" if rule.headers is None else f", {ordered(headers_sql(rule.headers))} AS headers"
     lines = [
         f"-- {rule.name}: {kind.summary}",
@@ -102,15 +102,6 @@ def _shape_text(shape: Shape) -> str:
     if isinstance(shape, Mapping):
         return f"{{{', '.join(f'{name}: {_shape_text(part)}' for name, part in shape.items())}}}"
     return shape or "NULL"
-
-
-def _with_order(shape: Shape) -> Shape:
-    """The shape with sorted collections: Spark collects in no order."""
-    from zync_assets.pipeline_file.view_expressions import ordered
-
-    if isinstance(shape, str):
-        return ordered(shape)
-    return None if shape is None else {name: _with_order(part) for name, part in shape.items()}
 
 
 def latest_sql(item: ViewTable, pipeline: Pipeline) -> str:

@@ -27,7 +27,7 @@ from zync_assets.pipeline_file.fields import suggestion, word_list
 from zync_assets.pipeline_file.view_expressions import grouped, has_aggregates, ordered, with_greatest
 from zync_assets.queries import JoinStep
 from zync_assets.spark.failures import short
-from zync_assets.spark.sql import json_sql, leaves, name_sql, shape_sql, text_sql
+from zync_assets.spark.sql import edited, json_sql, leaves, name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -95,8 +95,7 @@ class Query:
 
     @cached_property
     def header_leaves(self) -> list[str]:
-        headers = self.rule.headers
-        return [] if headers is None else [headers] if isinstance(headers, str) else list(headers.values())
+        return [sql for _, sql in leaves(self.rule.headers, "headers")]
 
     @cached_property
     def groups(self) -> bool:
@@ -241,11 +240,7 @@ class _Grouping:
 
     def shape(self, shape: Shape) -> Shape:
         """The shape over the columns of the grouped rows."""
-        if shape is None:
-            return None
-        if isinstance(shape, str):
-            return self._leaf(shape)
-        return {name: self.shape(part) for name, part in shape.items()}
+        return edited(shape, self._leaf)
 
     def _leaf(self, sql: str) -> str:
         if sql in self.keys:

@@ -41,7 +41,7 @@ from zync_assets.lake.staging import INDEX, REPLACED, STATE, StagingState
 from zync_assets.lake.storage import wider_schema
 from zync_assets.pipeline import Input, Pipeline, Rule, Shape, SideFormat, ViewTable
 from zync_assets.queries import view_definition
-from zync_assets.spark.sql import name_sql, shape_sql, text_sql
+from zync_assets.spark.sql import edited, name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -335,9 +335,7 @@ def key_columns(
 
 def substituted(shape: Shape, substitutes: Mapping[str, str]) -> Shape:
     """The shape with other expressions in place of some."""
-    if isinstance(shape, str):
-        return substitutes.get(shape, shape)
-    return None if shape is None else {name: substituted(part, substitutes) for name, part in shape.items()}
+    return edited(shape, lambda sql: substitutes.get(sql, sql))
 
 
 def cast_sql(shape: Shape, kind: DataType) -> str:
