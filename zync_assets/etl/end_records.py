@@ -14,12 +14,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.etl.frontier import END, File, Orders, Stream, after
+from zync_assets.etl.frontier import END, File, Longs, Orders, Stream, after, below, count_below
 from zync_assets.ingest.order import transaction_names
 from zync_assets.lake.log import Order
 from zync_assets.lake.raw_files import LOWEST
-
-Longs: TypeAlias = npt.NDArray[np.int64]
 
 
 class EndRecords(NamedTuple):
@@ -178,12 +176,3 @@ def _concat(parts: Iterable[Longs]) -> Longs:
 def from_order(orders: Orders, order: Order) -> npt.NDArray[np.bool_]:
     """Which records have an order or a higher one."""
     return ~below(orders.highs, orders.lows, order)
-
-
-def below(highs: Longs, lows: Longs, order: Order) -> npt.NDArray[np.bool_]:
-    return (highs < order[0]) | ((highs == order[0]) & (lows < order[1]))
-
-
-def count_below(highs: Longs, lows: Longs, order: Order) -> int:
-    """How many of some ascending orders are below another one."""
-    return int(np.count_nonzero(below(highs, lows, order)))

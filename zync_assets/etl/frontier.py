@@ -83,6 +83,9 @@ class Stream:
         return self.topic, self.partition
 
 
+Longs: TypeAlias = npt.NDArray[np.int64]
+
+
 class OrderKey(NamedTuple):
     """A place in the sequence of a domain's records. A key with LEAST in its last parts is below all that share the rest."""
 
@@ -96,9 +99,9 @@ class OrderKey(NamedTuple):
 class Orders(NamedTuple):
     """The offsets and orders of a file's records, as three arrays of int64."""
 
-    offsets: npt.NDArray[np.int64]
-    highs: npt.NDArray[np.int64]
-    lows: npt.NDArray[np.int64]
+    offsets: Longs
+    highs: Longs
+    lows: Longs
 
 
 ReadOrders: TypeAlias = Callable[[Stream, File], Orders]
@@ -112,6 +115,16 @@ class Frontier:
 
     order: Order
     behind: Stream | None = None
+
+
+def below(highs: Longs, lows: Longs, order: Order) -> npt.NDArray[np.bool_]:
+    """Which of some orders are below another one."""
+    return (highs < order[0]) | ((highs == order[0]) & (lows < order[1]))
+
+
+def count_below(highs: Longs, lows: Longs, order: Order) -> int:
+    """How many of some orders are below another one."""
+    return int(np.count_nonzero(below(highs, lows, order)))
 
 
 def after(order: Order) -> Order:
@@ -198,7 +211,7 @@ def _offset(stream: Stream, order: Order, read: ReadOrders) -> int:
         if (item.min_order or LOWEST) >= order:
             return max(stream.seen, item.first or 0)
         orders = read(stream, item)
-        position = np.count_nonzero((orders.highs < order[0]) | ((orders.highs == order[0]) & (orders.lows < order[1])))
+        position = count_below(orders.highs, orders.lows, order)
         if position < len(orders.offsets):
             return max(stream.seen, int(orders.offsets[position]))
     return stream.next

@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import EtlError
-from zync_assets.etl.end_records import EndRecords, Events, Longs, merge_ends, placed_ends
-from zync_assets.etl.frontier import END, File, Frontier, OrderKey, ReadOrders, Stream, frontier
+from zync_assets.etl.end_records import EndRecords, Events, merge_ends, placed_ends
+from zync_assets.etl.frontier import END, File, Frontier, Longs, OrderKey, ReadOrders, Stream, frontier
 from zync_assets.etl.transactions import Counting, WholeTransactions, is_free, slowest, whole_transactions
 from zync_assets.ingest.order import is_binlog_id, transaction_ends, transaction_names
 from zync_assets.lake import quarantine_table, raw, storage

@@ -40,8 +40,8 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.etl.end_records import EndRecords, Events, Longs, ReadEvents, below, count_below, from_order, is_past
-from zync_assets.etl.frontier import END, File, OrderKey, Orders, Stream, after
+from zync_assets.etl.end_records import EndRecords, Events, ReadEvents, from_order, is_past
+from zync_assets.etl.frontier import END, File, Longs, OrderKey, Orders, Stream, after, below, count_below
 from zync_assets.ingest.order import transaction_names
 from zync_assets.lake.log import Order
 from zync_assets.lake.raw_files import LOWEST
