@@ -159,16 +159,17 @@ def _clip(key: OffsetRange, first: int, end: int) -> OffsetRange:
 
 def _count(uri: str, files: Sequence[DataFile], part: OffsetRange) -> int:
     """The records of a range. Every file must be there, whole; those that reach past the range are looked into."""
-    parts = [item for item in files if not part.empty]
+    if part.empty:
+        return 0
     # A replay's file lies between the offsets of others.
-    for previous_file, next_file in pairwise([item for item in parts if not is_replay(item)]):
+    for previous_file, next_file in pairwise([item for item in files if not is_replay(item)]):
         if (next_file.first or 0) <= (previous_file.last or 0):
             raise LakeError(
                 f"table {uri}: the files {previous_file.path} and {next_file.path} share offsets of partition {part.partition}:"
                 " records are there twice. Restore the table to a version before that was so."
             )
     total = 0
-    for item in parts:
+    for item in files:
         place = storage.join(uri, item.path)
         if storage.file_size(place) != item.size:
             raise LakeError(f"file {place} is not as long as the table says; it was changed. Restore it.")

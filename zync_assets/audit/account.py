@@ -81,7 +81,7 @@ class LedgerEntries:
         return int((self.end - self.first)[self.kind == kind].sum())
 
     def problems(self, first: int, seen: int) -> Iterator[str]:
-        """Why the facts don't cover ``first <= offset < seen`` exactly once."""
+        """Why the entries don't cover ``first <= offset < seen`` exactly once."""
         reach = np.concatenate([[first], self.end])
         starts = np.concatenate([self.first, [seen]])
         for at in np.flatnonzero(reach != starts)[:1]:
@@ -131,10 +131,10 @@ Counted = Mapping[tuple[TopicPartition, str], "int | None"]
 """(input topic and partition, class) → how many records of the class the ledger counts; None where it does not say."""
 
 
-def read_entries(
+def read_account(
     state: StagingState, *, cached: bool = False
 ) -> tuple[dict[TopicPartition, LedgerEntries], Counter[tuple[str, str]], Counted]:
-    """The facts by (input topic, partition), how many records wait by (rule, input topic), and how many there are of the
+    """The entries by (input topic, partition), how many records wait by (rule, input topic), and how many there are of the
     classes whose entries count them. Raises DamagedFile.
 
     ``cached``: a ledger file that this process has read in this way before is not read again, unless another program
@@ -158,11 +158,13 @@ def read_entries(
             counted[key] = None if total is None or count is None else total + count
         for place, arrays in file.places.items():
             parts.setdefault(place, []).append(arrays)
-    facts = {
-        place: _facts(*_sorted_entries(entries), np.sort(np.concatenate([np.array([], np.int64), *ended[place]])))
-        for place, entries in sorted(parts.items())
+    entries = {
+        place: _ledger_entries(
+            *_sorted_entries(arrays), np.sort(np.concatenate([np.array([], np.int64), *ended[place]]))
+        )
+        for place, arrays in sorted(parts.items())
     }
-    return facts, +waiting, counted
+    return entries, +waiting, counted
 
 
 def _mark(uri: str, path: str) -> _Mark:
@@ -175,7 +177,7 @@ def _mark(uri: str, path: str) -> _Mark:
     return path, info.size, info.mtime_ns
 
 
-def _facts(first: np.ndarray, end: np.ndarray, kind: np.ndarray, ended: np.ndarray) -> LedgerEntries:
+def _ledger_entries(first: np.ndarray, end: np.ndarray, kind: np.ndarray, ended: np.ndarray) -> LedgerEntries:
     done_late = kind >= _COMPLETED
     became = np.where(kind[done_late] == _COMPLETED, DONE, DROPPED).astype(np.uint8)
     return LedgerEntries(first[~done_late], end[~done_late], kind[~done_late], first[done_late], became, ended)
@@ -295,9 +297,12 @@ def _null_keys(rows: pa.Table) -> pa.ChunkedArray:
 
 @dataclass(frozen=True)
 class Quarantined:
-    """``records``: int64 rows (partition, offset) of the records that could not be decoded, sorted; ``lost``: accepted
-    losses; ``left_out``: int64 rows (partition, first, end) of what ingest left out, sorted and not only of the
-    ranges; ``entries``: all entries of a partition but for the left-out."""
+    """The quarantine of an input, within some ranges.
+
+    ``records``: int64 rows (partition, offset) of the records that could not be decoded, sorted; ``lost``: accepted losses.
+    Of the whole input: ``left_out``, int64 rows (partition, first, end) of what ingest left out, sorted; ``entries``, partition →
+    the number of all other entries.
+    """
 
     records: np.ndarray
     lost: tuple[OffsetRange, ...]
@@ -352,8 +357,7 @@ def _side_rows(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetRange] | N
 
 
 def read_quarantine(snapshot: Snapshot, topic: str, ranges: Sequence[OffsetRange]) -> Quarantined:
-    """The quarantined records and the losses of an ingested input within ``ranges``. ``entries``: partition → every entry of
-    the side table. Raises DamagedFile."""
+    """The quarantine of an input, within ``ranges``. Raises DamagedFile."""
     state = snapshot.raw(topic)
     replayed_offsets = raw.replay_offsets(state) if state else {}
     records: list[np.ndarray] = []

@@ -22,7 +22,7 @@ from zync_assets.audit.account import (
     Counted,
     LedgerEntries,
     quarantined_offsets,
-    read_entries,
+    read_account,
     touches,
 )
 from zync_assets.codecs.arrays import pc
@@ -157,9 +157,9 @@ def problems(
 ) -> Iterator[str]:
     """The problems of the account, the worst first within a partition. Fills ``numbers``. Raises DamagedFile."""
     # A check of one batch repeats often, and may use cached files. A check of the whole account reads the present files.
-    facts, waiting, entry_counts = read_entries(state, cached=ranges is not None)
-    for place in sorted({*facts, *state.head.inputs}):
-        yield from _ledger_problems(place, facts.get(place), state.head.inputs.get(place))
+    entries, waiting, entry_counts = read_account(state, cached=ranges is not None)
+    for place in sorted({*entries, *state.head.inputs}):
+        yield from _ledger_problems(place, entries.get(place), state.head.inputs.get(place))
     heads = Counter({place: count for place, count in state.head.waiting.items() if count})
     for rule, topic in sorted((heads - waiting) | (waiting - heads)):
         yield (
@@ -177,14 +177,14 @@ def problems(
     for rule, topic, partition, offset in matches.doubled[:1]:
         yield f"{topic} {partition}:{offset} made the outputs of a match of rule {rule} more than once"
     for topic, partition in marks.places():
-        if (topic, partition) not in facts:
+        if (topic, partition) not in entries:
             yield f"outputs were made of {topic}, partition {partition}, which is not in the account"
     totals: Counter[str] = Counter()
-    for (topic, partition), place_facts in facts.items():
+    for (topic, partition), place_entries in entries.items():
         position = state.head.inputs.get((topic, partition))
         if position is None or topic not in {item.topic for item in snapshot.pipeline.inputs}:
             continue
-        part = _InputPartition(snapshot, state, topic, partition, position, place_facts, marks)
+        part = _InputPartition(snapshot, state, topic, partition, position, place_entries, marks)
         yield from part.problems(None if ranges is None else ranges.get(topic, ()), ranges is None, totals)
     numbers["sources"] = marks.count
     numbers |= {name: totals[name] for name in CLASSES if totals[name]}
@@ -201,15 +201,15 @@ def _count_problems(state: StagingState, entry_counts: Counted) -> Iterator[str]
             )
 
 
-def _ledger_problems(place: tuple[str, int], facts: LedgerEntries | None, position: Position | None) -> Iterator[str]:
+def _ledger_problems(place: tuple[str, int], entries: LedgerEntries | None, position: Position | None) -> Iterator[str]:
     name = f"{place[0]}, partition {place[1]}"
     if position is None:
-        yield f"{name}: the ledger has facts and the account no position"
-    elif facts is None:
+        yield f"{name}: the ledger has entries and the account no position"
+    elif entries is None:
         if position.seen > position.first:
             yield f"{name}: offsets {position.first} to {position.seen - 1} are in no class of the account"
     else:
-        yield from (f"{name}: {text}" for text in facts.problems(position.first, position.seen))
+        yield from (f"{name}: {text}" for text in entries.problems(position.first, position.seen))
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class _InputPartition:
     topic: str
     partition: int
     position: Position
-    facts: LedgerEntries
+    entries: LedgerEntries
     marks: Marks
 
     def problems(self, batch: Sequence[OffsetRange] | None, is_whole: bool, totals: Counter[str]) -> Iterator[str]:
@@ -340,17 +340,17 @@ class _InputPartition:
             present += len(existing)
             if end <= retention_start:
                 # Retention removed the records. The outputs' sources, and the ended records, show which records existed.
-                ended = self.facts.ended[(self.facts.ended >= first) & (self.facts.ended < end)]
+                ended = self.entries.ended[(self.entries.ended >= first) & (self.entries.ended < end)]
                 marks = self.marks.between(self.topic, self.partition, first, end)
                 existing = distinct(np.concatenate([existing, marks, ended]))
-            classes = self.facts.classes(existing)
+            classes = self.entries.classes(existing)
             counts += np.bincount(classes[classes < len(CLASSES)], minlength=len(CLASSES))
             for kind, text in self._window_problems(first, end, existing, classes, quarantined, batch):
                 if kind not in kinds:
                     kinds.add(kind)
                     yield f"{name}: {text}"
         # Expired records are in no raw file any more; the ledger's ranges of them have no gaps.
-        counts[EXPIRED] = self.facts.offsets_in(EXPIRED)
+        counts[EXPIRED] = self.entries.offsets_in(EXPIRED)
         if is_whole:
             retention_count = None
             if self.position.first < retention_start:
@@ -408,10 +408,10 @@ class _InputPartition:
         done_offsets = existing[classes == DONE]
         wrong_offsets = np.setdiff1d(sources, done_offsets, assume_unique=True)
         if len(wrong_offsets):
-            code = self.facts.classes(wrong_offsets[:1])[0]
+            code = self.entries.classes(wrong_offsets[:1])[0]
             fate = "done and not in the raw pool" if code == DONE else _class_name(code)
             yield "made", f"offset {wrong_offsets[0]} made an output and is {fate}"
-        idle = difference(np.setdiff1d(done_offsets, sources, assume_unique=True), self.facts.ended)
+        idle = difference(np.setdiff1d(done_offsets, sources, assume_unique=True), self.entries.ended)
         idle = idle[idle >= self.state.head.rebuilt.get((self.topic, self.partition), 0)]
         if self.topic in self.state.head.table_topics:
             # A record that becomes a row of a view's table need not change the view's result.
@@ -421,18 +421,18 @@ class _InputPartition:
             keep = np.zeros(len(idle), dtype=bool)
             for part in batch:
                 keep |= (part.partition == self.partition) & (idle >= part.first) & (idle < part.end)
-            idle = difference(idle[keep], self.facts.completed)
+            idle = difference(idle[keep], self.entries.completed)
         if len(idle):
             yield "idle", f"offset {idle[0]} is done and made no output"
-        waiting = self.facts.waiting
+        waiting = self.entries.waiting
         missing_offsets = difference(waiting[(waiting >= first) & (waiting < end)], existing[classes == PENDING])
         if len(missing_offsets):
             yield "missing", f"offset {missing_offsets[0]} is pending and not in the raw pool"
-        codes = self.facts.classes(quarantined)
+        codes = self.entries.classes(quarantined)
         aside = (CLASSES.index("quarantined"), CLASSES.index("dropped"))  # dropped: given up by hand
         strays = quarantined[~np.isin(codes, aside)]
         if len(strays):
-            code = self.facts.classes(strays[:1])[0]
+            code = self.entries.classes(strays[:1])[0]
             yield "undecoded", f"offset {strays[0]} is in quarantine and the account says {_class_name(code)}"
 
     def _counter_problems(self, counts: np.ndarray) -> Iterator[str]:

@@ -369,7 +369,8 @@ def check_begins(pipeline: Pipeline, pool: str) -> None:
 
 
 def check_before_ingest(pipeline: Pipeline, item: Input, raw_state: RawState | None) -> None:
-    """The same before a batch is added to the table."""
+    """LakeError and KafkaError as ``check_rollback`` and ``check_begins``, before a batch is added to an input's raw table.
+    LakeError for a damaged raw table. ``raw_state``: the table, None before the first batch."""
     heads: list[Head] = []
     snapshot = Snapshot(pipeline, {item.topic: raw_state})
     if raw_state is None and not any(map(snapshot.has_staging, pipeline.staging_pools)):

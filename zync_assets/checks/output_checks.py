@@ -17,7 +17,7 @@ from threading import Thread
 import numpy as np
 import pyarrow as pa
 
-from zync_assets.audit.account import null_key_records, read_entries
+from zync_assets.audit.account import null_key_records, read_account
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
 from zync_assets.checks import raw_checks
 from zync_assets.checks.sink_checks import sink_results
@@ -158,11 +158,11 @@ def _subject(place: tuple[str, int] | str) -> str:
 
 
 def _age_problems(snapshot: Snapshot, pool: str, state: StagingState, numbers: dict[str, Number]) -> Iterator[str]:
-    facts, *_ = read_entries(state)
+    entries, *_ = read_account(state)
     # A record's time never runs back within its partition: the lowest pending offset is the oldest.
     oldest: list[tuple[float, str]] = []
-    for (topic, partition), place_facts in facts.items():
-        offsets = place_facts.waiting
+    for (topic, partition), place_entries in entries.items():
+        offsets = place_entries.waiting
         record_time = raw_checks.raw_time(snapshot, topic, partition, int(offsets[0])) if len(offsets) else None
         if record_time is not None:
             oldest.append((record_time, f"{topic} {partition}:{offsets[0]}"))

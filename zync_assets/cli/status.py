@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-from zync_assets.audit.account import LedgerEntries, read_entries
+from zync_assets.audit.account import read_account
 from zync_assets.checks.output_checks import SOURCE_ORDER, accept_source_order, run_all
 from zync_assets.cli.terminal import Format, format_option, print_json, print_rows
 from zync_assets.codecs.batches import Way, decode_way, plain_way
@@ -318,13 +318,14 @@ def _cursors(pipeline: Pipeline, state: StagingState, topic: str) -> dict[int, i
     """Partition → the lowest pending offset, where one waits. The ledger is read only then."""
     if not any(count for (name, _, kind), count in state.head.counts.items() if (name, kind) == (topic, "pending")):
         return {}
-    facts: dict[tuple[str, int], LedgerEntries] = {}
     try:
-        facts, *_ = read_entries(state)
+        all_entries, *_ = read_account(state, cached=True)
     except DamagedFile as error:
         raise LakeError(f"{error}. Every check: {pipeline.command('check')}") from error
     return {
-        p: int(entries.waiting[0]) for (name, p), entries in facts.items() if name == topic and len(entries.waiting)
+        p: int(entries.waiting[0])
+        for (name, p), entries in all_entries.items()
+        if name == topic and len(entries.waiting)
     }
 
 
