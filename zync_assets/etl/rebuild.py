@@ -202,7 +202,8 @@ def has_field(schema: str, item: pa.Field) -> bool:
 
 
 def _topic_rows(transform: Transform, recomputed: Recomputed, name: str) -> DataFrame | None:
-    """The rebuilt outputs of a topic; None while its rules have no types."""
+    """The rebuilt outputs of a topic; None while its rules have no types, and for a topic of tombstones alone: no key has a
+    row."""
     from pyspark.sql import functions as F
 
     state, kind = transform.plan.state, transform.types.get(name)
@@ -217,6 +218,8 @@ def _topic_rows(transform: Transform, recomputed: Recomputed, name: str) -> Data
         return _outputs(
             transform, topic, scratch.selectExpr(*_RECORD, "1L AS high", "0 AS place", "o * 2 + 1 AS number")
         )
+    if value is None:
+        return None
     staged = topic.records(frames.output_frame(transform.spark, state, name))
     _check_keys(transform, topic, scratch, staged)
     new = _latest_rows(topic, scratch, topic.set_by_rules(), "new")

@@ -83,6 +83,17 @@ def test_a_changed_value_is_staged_again(make: Make) -> None:
     sound(edited)
 
 
+def test_an_output_of_tombstones_alone_is_rebuilt_too(make: Make) -> None:
+    rule = COPY.replace("value: {l: in.value.v}", "where: value.op = 'd', value: null")
+    it = make(BOTH + rule)
+    it.send(it.left, ("a", row(1, "one", "d")), ("b", row(2, "two")))
+    it.step()
+    edited = it.edited(BOTH + rule.replace("value.op = 'd'", "value.op <> 'd'"))
+    rebuilt(edited)
+    assert [(item["key"], item["value"]) for item in edited.staged()] == [("a", None)]
+    sound(edited)
+
+
 @pytest.mark.parametrize("key", ["{number: in.value.id}", "{id: in.value.id, v: in.value.v}"])
 def test_an_edit_of_the_fields_of_a_key_needs_another_topic(make: Make, key: str) -> None:
     """No record with a key of the new fields deletes the row of an old key."""
