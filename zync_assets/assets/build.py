@@ -318,18 +318,14 @@ def build_jobs(names: Names) -> list[Any]:
         _job(
             names,
             names.sink_job(sink.name, table.name),
-            _without_rows(names, AssetSelection.assets(names.sink_key(sink.name, table.name))),
+            # Without the comparison of all rows, which runs in a job of its own.
+            AssetSelection.assets(names.sink_key(sink.name, table.name)) - AssetSelection.checks(*_row_keys(names)),
             f"Writes {table.source} to the table {table.name} of {sink.name}, and checks it.",
         )
         for sink in pipeline.sinks
         for table in sink.tables
     ]
     return [*ingest, *staging, *sinks]
-
-
-def _without_rows(names: Names, selection: AssetSelection) -> AssetSelection:
-    """A selection without the comparison of all rows, which runs in a job of its own."""
-    return selection - AssetSelection.checks(*_row_keys(names))
 
 
 def _row_keys(names: Names) -> list[AssetCheckKey]:

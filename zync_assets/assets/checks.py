@@ -144,7 +144,7 @@ def _sink(names: Names, sink: Sink, table: SinkTable) -> Iterator[AssetChecksDef
     def position(context: AssetCheckExecutionContext) -> CheckResult:
         expected: dict[int, int] = {}
         for event in _events(context, asset):
-            part, last = names_range(event.partition), last_offset(event)
+            part, last = range_of(event.partition or ""), last_offset(event)
             if part is not None and last is not None:
                 expected[part.partition] = max(expected.get(part.partition, 0), last + 1)
         return sink_checks.sink_position(pipeline, sink, table, expected)
@@ -183,11 +183,6 @@ def _row_check(names: Names, sink: Sink, table: SinkTable) -> AssetChecksDefinit
         yield AssetCheckResult(passed=passed, description=summary, metadata=dict(numbers))
 
     return check
-
-
-def names_range(key: str | None) -> OffsetRange | None:
-    """The range of an event's partition key."""
-    return range_of(key) if key else None
 
 
 def reachable(names: Names, topic: str) -> AssetChecksDefinition:

@@ -27,7 +27,7 @@ from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import LOWEST
 from zync_assets.lake.readings import Reading
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.pipeline import Input, Pipeline, Transactions
+from zync_assets.pipeline import Input, Pipeline
 
 _ends: RecentCache[str, EndRecords] = RecentCache(2_000_000)
 """URI of a raw file → its END records. A frontier that waits needs the same files again and again."""
@@ -55,16 +55,11 @@ class TransactionStreams:
 def transaction_input(pipeline: Pipeline, domain: str, domains: Mapping[str, object]) -> Input | None:
     """The input with the transactions of a domain; None if the pipeline file names none."""
     transactions = pipeline.transactions
-    if transactions is None or domain not in (
-        transactions.domain or transactions.prefix,
-        *(domains if _is_only(transactions, domains) else ()),
-    ):
+    if transactions is None:
         return None
-    return pipeline.input(transactions.topic)
-
-
-def _is_only(transactions: Transactions, domains: Mapping[str, object]) -> bool:
-    return transactions.domain is None and len(domains) == 1
+    is_only = transactions.domain is None and len(domains) == 1
+    is_own = is_only or domain == (transactions.domain or transactions.prefix)
+    return pipeline.input(transactions.topic) if is_own else None
 
 
 @dataclass(frozen=True)
