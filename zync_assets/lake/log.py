@@ -142,7 +142,8 @@ def _read(uri: str, first: int, last: int, line_filter: Callable[[str], bool]) -
 
     def read(version: int) -> list[dict[str, Any]]:
         with system.open_input_file(storage.join(path, name(version))) as file:
-            lines = file.read().decode().splitlines()
+            # Not splitlines: a name may hold U+2028, which JSON leaves as it is.
+            lines = file.read().decode().split("\n")
         return [json.loads(line) for line in lines if line and line_filter(line)]
 
     versions = range(first, last + 1)

@@ -153,6 +153,16 @@ def test_numbers_are_read_without_a_right_last_checkpoint(table: str, last: str 
     assert log.numbers(table, 1) | {"zync:files": 0} == {"n": 3, "m": 1, "zync:files": 0}
 
 
+def test_a_field_name_with_a_line_separator_ends_no_line_of_the_log(uri: str) -> None:
+    """JSON writes U+0085 and U+2028 as they are, and Python takes them for the ends of lines."""
+    name = "line\u2028and\u0085line"
+    create_table(uri, SCHEMA, "test", [], {"n": 1})
+    widened = widen(opened(uri), pa.schema([("value", pa.struct([("id", pa.int64()), (name, pa.int64())]))]))
+    commit = log.entry(uri, widened.version)
+    assert commit is not None and "operation" in commit.info
+    assert widened.schema.field("value").type.get_field_index(name) == 1
+
+
 def test_a_commit_does_not_clean_the_log_up(table: str) -> None:
     """It would list the whole log. The clean-up is upkeep's."""
     opened(table).delta.alter.set_table_properties({"delta.logRetentionDuration": "interval 0 seconds"})
