@@ -28,12 +28,12 @@ from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermarks, is_compacted, topic_states
 from zync_assets.lake.check_results import CheckResult, Number, conclude, keep_accepted
 from zync_assets.lake.head import OutputPosition
-from zync_assets.lake.parquet_rows import MISSING, RESTORE, DamagedFile, integers
+from zync_assets.lake.parquet_rows import DamagedFile, integers
 from zync_assets.lake.publication import PublishState, WrittenSchema, rollback_error
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, normalize, subtract
-from zync_assets.pipeline import Pipeline, table_name, topic_path
+from zync_assets.pipeline import Pipeline, topic_path
 from zync_assets.pipeline_file.keys import joining_kinds
 from zync_assets.publish.encoding import (
     ENCODED_SCHEMA,
@@ -242,8 +242,6 @@ def staging_equals_topic(
             problems += _content_problems(pipeline, state, topic_state, parts, publish_state, look_ranges, numbers)
         except (LakeError, SchemaError) as error:
             problems.append(str(error))
-        except FileNotFoundError as error:
-            problems.append(f"a file of {table_name(pool, topic)} {MISSING}: {error.filename or error}. {RESTORE}")
     summary = f"{numbers['compared']} records are staging's"
     return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, summary, numbers)
 

@@ -248,7 +248,8 @@ def _parts(state: StagingState, kind: str) -> Iterator[pa.Table]:
         if ledger_file is not None:
             yield ledger_file.pending if kind == "pending" else ledger_file.completed
         else:
-            yield from (_entries(rows, kind) for rows in storage.read_parts(uri, _PART, columns))
+            for part in storage.read_parts(uri, _PART, columns):
+                yield _entries(pa.Table.from_batches([part]), kind)
 
 
 def _open_entries(pending: pa.Table, completed: Iterable[pa.Table]) -> pa.Table:

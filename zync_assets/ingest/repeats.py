@@ -130,8 +130,7 @@ def leave_out(search: PartitionSearch) -> Remainder:
             if first == last:
                 continue
             with RangeWriter(search.uri, search.partition) as data:
-                for rows in storage.read_parts(storage.join(search.uri, item.path), _ROWS):
-                    batch = rows.combine_chunks().to_batches()[0]
+                for batch in storage.read_parts(storage.join(search.uri, item.path), _ROWS):
                     is_repeat = pc.is_in(pc.struct_field(batch.column("kafka"), "offset"), pa.array(offsets))
                     side.write(gaps.add(batch.column("kafka").cast(KAFKA_TYPE).filter(is_repeat)))
                     data.write(batch.filter(pc.invert(is_repeat)))
@@ -145,12 +144,11 @@ def _candidates(search: PartitionSearch) -> dict[int, _Candidate]:
     candidates: dict[int, _Candidate] = {}
     before, delete, has_begun = search.before, None, False
     for item in search.files:
-        for rows in storage.read_parts(storage.join(search.uri, item.path), _ROWS, _POSITION_COLUMNS):
-            if ORDER not in rows.column_names or "value" not in rows.column_names:
+        for records in storage.read_parts(storage.join(search.uri, item.path), _ROWS, _POSITION_COLUMNS):
+            if ORDER not in records.schema.names or "value" not in records.schema.names:
                 continue
-            if not identifies_changes(rows.schema.field("value").type):
+            if not identifies_changes(records.schema.field("value").type):
                 return {}
-            records = rows.combine_chunks().to_batches()[0]
             values, offsets = records.column("value"), pc.struct_field(records.column("kafka"), "offset").to_pylist()
             places = Places(_own_orders(search.source, records), records.column(ORDER), before)
             before = order_at(records.column(ORDER), -1)
@@ -275,10 +273,9 @@ def _rows(search: PartitionSearch, candidates: Mapping[int, _Candidate]) -> Iter
         if not len(file_offsets):
             continue
         for rows in storage.read_parts(storage.join(search.uri, item.path), _ROWS):
-            near_rows = rows.filter(pc.is_in(pc.struct_field(rows["kafka"], "offset"), file_offsets))
-            if not near_rows.num_rows:
+            batch = rows.filter(pc.is_in(pc.struct_field(rows.column("kafka"), "offset"), file_offsets))
+            if not batch.num_rows:
                 continue
-            batch = near_rows.combine_chunks().to_batches()[0]
             sides = batch.select([name for name in ("key", "value") if name in batch.schema.names])
             orders_of_rows = pc.coalesce(_own_orders(search.source, batch), batch.column(ORDER)).to_pylist()
             row_offsets = pc.struct_field(batch.column("kafka"), "offset").to_pylist()

@@ -74,9 +74,7 @@ def write_object(archive: str, path: str, parts: Sequence[str]) -> None:
 
 def _batches(archive: str, parts: Iterable[str]) -> Iterator[pa.RecordBatch]:
     for part in parts:
-        uri, system, path = _existing_file(archive, part)
-        with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
-            yield from storage.read_batches(file, GROUP_ROWS)
+        yield from storage.read_parts(_existing_file(archive, part)[0], GROUP_ROWS)
 
 
 def _existing_file(archive: str, part: str) -> tuple[str, fs.FileSystem, str]:

@@ -432,11 +432,8 @@ def lift(table_uri: str, item: DataFile, time: int, order: Order | None, name: s
     the new file's name. The old file stays, because Spark may run the task again. LakeError if a file can't be read or
     written.
     """
-    uri = storage.join(table_uri, item.path)
-    system, path = storage.filesystem(uri)
-    writer = RangeWriter(table_uri, item.partition or 0, name)
-    with storage.access_errors(uri, "can't be read"), writer, pq.ParquetFile(path, filesystem=system) as file:
-        for batch in storage.read_batches(file, _ROWS):
+    with RangeWriter(table_uri, item.partition or 0, name) as writer:
+        for batch in storage.read_parts(storage.join(table_uri, item.path), _ROWS):
             place = batch.schema.get_field_index("kafka")
             kafka = carry_times(batch.column(place), time * 1000)
             batch = batch.set_column(place, batch.schema.field(place), kafka)

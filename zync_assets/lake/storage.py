@@ -260,12 +260,11 @@ def read_file(uri: str, columns: Sequence[str] | None = None) -> pa.Table:
         return file.read(columns=None if columns is None else list(columns))
 
 
-def read_parts(uri: str, most: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """As ``read_file``, ``most`` rows at a time."""
+def read_parts(uri: str, most: int, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+    """As ``read_file``, in batches of ``most`` rows at the most."""
     system, path = filesystem(uri)
     with access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
-        for rows in read_batches(file, most, columns):
-            yield pa.Table.from_batches([rows])
+        yield from read_batches(file, most, columns)
 
 
 def read_batches(

@@ -8,14 +8,13 @@ the pipeline file, which may have changed since.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc, with_type
 from zync_assets.codecs.avro.decoder import HEADER
@@ -33,7 +32,7 @@ from zync_assets.etl.rules.output_schemas import (
     without,
 )
 from zync_assets.kafka.registry import Registry, subject_name
-from zync_assets.lake import staging, storage, stores
+from zync_assets.lake import staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.publication import PublishState, WrittenSchema
 from zync_assets.lake.raw_files import HEADERS_TYPE
@@ -135,7 +134,7 @@ def encoded_rows(
 ) -> Iterator[pa.RecordBatch]:
     """The rows of a range in order, as ENCODED_SCHEMA. ``schemas``: is added the schemas that the rows have, and their ids.
 
-    Raises LakeError for a gap in the numbering, and SchemaError for a value that can't be encoded.
+    Raises LakeError for a gap in the numbering, or a file that can't be read, and SchemaError for a value that can't be encoded.
     """
     upcoming, place = part.first, place_text(outputs.topic, part.partition)
 
@@ -319,32 +318,20 @@ def _row_schema(outputs: StagedTopic, group: str) -> RowSchema:
 
 
 def _rows(outputs: StagedTopic, part: OffsetRange) -> Iterator[pa.RecordBatch]:
-    names = ["schema", "left_out", staging.key_column(outputs.topic), staging.value_column(outputs.topic)]
-    names.append(staging.HEADERS_COLUMN)
+    sides = staging.key_column(outputs.topic), staging.value_column(outputs.topic)
+    names = ["kafka.offset", "schema", "left_out", *sides, staging.HEADERS_COLUMN]
     if any(item.provenance for item in outputs.schemas.values()):
         names.append("source")
     for item in outputs.files:
         if item.partition != part.partition or (item.last or 0) < part.first or (item.first or 0) >= part.end:
             continue
-        for batch in _file_rows(storage.join(outputs.uri, item.path), names):
+        for batch in storage.read_parts(storage.join(outputs.uri, item.path), BATCH_RECORDS, names):
             offsets = pc.struct_field(batch.column("kafka"), "offset")
             inside = pc.and_(pc.greater_equal(offsets, part.first), pc.less(offsets, part.end))
             # A file has its rows in order. The caller refuses rows that are not.
             places = pc.indices_nonzero(inside).to_numpy()
             if len(places):
                 yield batch.slice(places[0], places[-1] + 1 - places[0])
-
-
-def _file_rows(uri: str, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """The offsets and some columns of a file, as far as it has them. LakeError if another program damaged the file."""
-    system, path = storage.filesystem(uri)
-    try:
-        with pq.ParquetFile(path, filesystem=system) as source:
-            file_columns = source.schema_arrow.names
-            columns = ["kafka.offset", *(name for name in names if name in file_columns)]
-            yield from storage.read_batches(source, BATCH_RECORDS, columns)
-    except pa.ArrowInvalid as error:
-        raise LakeError(f"file {uri} can't be read: {stores.first_line(error)}. Restore it from a copy.") from None
 
 
 def payloads(topic: str, rows: pa.RecordBatch, schema_of: Callable[[str], RowSchema]) -> Payloads:

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc, with_type
 from zync_assets.codecs.avro.schema import parse, with_digests
@@ -155,9 +154,7 @@ def _single_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, int, 
 
 
 def _file_batches(state: raw.RawState, path: str) -> Iterator[pa.RecordBatch]:
-    system, place = storage.filesystem(storage.join(state.table.uri, path))
-    with pq.ParquetFile(place, filesystem=system) as file:
-        yield from storage.read_batches(file, 10_000)
+    return storage.read_parts(storage.join(state.table.uri, path), 10_000)
 
 
 def restore(

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import spark_schema
@@ -257,17 +256,15 @@ class RawReplayTask:
             if item.partition != partition:
                 continue
             uri = storage.join(self.side_uri, item.path)
-            system, path = storage.filesystem(uri)
-            with storage.access_errors(uri, "can't be read"), pq.ParquetFile(path, filesystem=system) as file:
-                for batch in storage.read_batches(file, _ROWS, ["kafka", "key", "value", "stage"]):
-                    offsets = pc.struct_field(batch.column("kafka"), "offset")
-                    is_target = pc.and_(
-                        pc.is_in(offsets, targets),
-                        pc.invert(pc.is_in(batch.column("stage"), pa.array(RANGE_STAGES))),
-                    )
-                    entries = batch.filter(is_target)
-                    if entries.num_rows:
-                        yield entries.cast(pa.schema([BAD_SCHEMA.field(name) for name in entries.schema.names]))
+            for batch in storage.read_parts(uri, _ROWS, ["kafka", "key", "value", "stage"]):
+                offsets = pc.struct_field(batch.column("kafka"), "offset")
+                is_target = pc.and_(
+                    pc.is_in(offsets, targets),
+                    pc.invert(pc.is_in(batch.column("stage"), pa.array(RANGE_STAGES))),
+                )
+                entries = batch.filter(is_target)
+                if entries.num_rows:
+                    yield entries.cast(pa.schema([BAD_SCHEMA.field(name) for name in entries.schema.names]))
 
     def _with_times(self, partition: int, kafka: pa.Array) -> pa.Array:
         """The places with their final times."""

@@ -19,10 +19,13 @@ from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, high_watermark, topic_states
 from zync_assets.lake import raw_files
+from zync_assets.lake.raw import RawAdvance, commit_advance
+from zync_assets.lake.storage import raw_uri
 from zync_assets.local.services import Services
 from zync_assets.publish import restore as restorer
 from zync_assets.publish.restore import restore
 from zync_assets.sinks.steps import sink_all
+from zync_assets_tests.lake import rows
 from zync_assets_tests.mini import Mini, die, framed, make_pipeline, mini, run
 
 if TYPE_CHECKING:
@@ -263,6 +266,16 @@ def test_an_archive_of_objects_has_one_name_and_each_record_once(
     (folder / "25-39.parquet").touch()
     with pytest.raises(LakeError, match=r"0/10-29.parquet and .*0/25-39.parquet both hold offset 25"):
         restorer.open_archive(pipeline, "files:archive/t")
+
+
+def test_a_file_of_a_raw_table_that_is_damaged_is_named(services: Services, tmp_path: Path) -> None:
+    pipeline = make_pipeline(services, tmp_path, "inputs: [{topic: t, pool: Raw, format: bytes}]")
+    uri = raw_uri(pipeline.lake, "Raw", "t")
+    part = rows.file(uri, rows.records([0]))
+    commit_advance(uri, None, RawAdvance("t", "id", rows.SCHEMA, [part], {0: 0}, {0: 1}))
+    Path(uri, part.path).write_bytes(b"PAR1")
+    with pytest.raises(LakeError, match=f"{part.path} can't be read: "):
+        list(restorer.open_archive(pipeline, "Raw.t").open(0))
 
 
 @pytest.mark.slow
