@@ -11,7 +11,9 @@ import gzip
 import json
 import math
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import date, datetime, time
 from decimal import Decimal
 from functools import partial
@@ -33,7 +35,6 @@ from zync_assets.lake.archive import (
     ArchiveObject,
     Losses,
     find_losses,
-    read_file,
     time_start,
     write_whole,
 )
@@ -46,6 +47,9 @@ LOOKS = 5
 
 NAMED = 10
 """Objects that a text names."""
+
+_BUFFER_BYTES = 8 << 20
+"""The bytes of JSON lines that are read at once: each read from a store is a request."""
 
 GROUP_ROWS = 50_000
 """Rows of a Parquet row group. The number is fixed, so that the same records make the same bytes."""
@@ -63,7 +67,7 @@ def write_object(archive: str, path: str, parts: Sequence[str]) -> None:
         with gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0) as gzip_file:
             for part in parts:
                 if part.endswith(SUFFIXES[JSON_LINES]):
-                    gzip_file.write(gzip.decompress(read_file(archive, part)))
+                    gzip_file.writelines(_lines(archive, part))
                     continue
                 for batch in _batches(archive, [part]):
                     for row in batch.to_pylist():
@@ -75,6 +79,20 @@ def write_object(archive: str, path: str, parts: Sequence[str]) -> None:
 def _batches(archive: str, parts: Iterable[str]) -> Iterator[pa.RecordBatch]:
     for part in parts:
         yield from storage.read_parts(_existing_file(archive, part)[0], GROUP_ROWS)
+
+
+def _lines(archive: str, path: str) -> Iterator[bytes]:
+    """The lines of an object of JSON lines. FileNotFoundError if the object is missing, LakeError if it can't be read."""
+    uri, system, place = _existing_file(archive, path)
+    with (
+        storage.access_errors(uri, "can't be read"),
+        system.open_input_stream(place, compression=None, buffer_size=_BUFFER_BYTES) as stream,
+        gzip.GzipFile(fileobj=stream) as file,
+    ):
+        try:
+            yield from file
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+            raise _unreadable(archive, path, error) from None
 
 
 def _existing_file(archive: str, part: str) -> tuple[str, fs.FileSystem, str]:
@@ -137,20 +155,20 @@ def read_object(archive: str, item: ArchiveObject) -> Iterator[pa.RecordBatch]:
 def read_lines(archive: str, item: ArchiveObject) -> Iterator[dict[str, Any]]:
     """The records of an object of JSON lines. LakeError if the object is missing, or can't be read."""
     try:
-        for line in gzip.decompress(read_file(archive, item.path)).splitlines():
+        for line in _lines(archive, item.path):
             row = json.loads(line)
             if not isinstance(row, dict) or "kafka" not in row:
                 raise ValueError("a line is no record")
             yield row
     except FileNotFoundError:
         raise _missing_object_error(archive, item) from None
-    except (gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
-        raise _unreadable(archive, item, error) from None
+    except ValueError as error:
+        raise _unreadable(archive, item.path, error) from None
 
 
-def _unreadable(archive: str, item: ArchiveObject, error: Exception) -> LakeError:
+def _unreadable(archive: str, path: str, error: Exception) -> LakeError:
     reason = stores.first_line(error)
-    return LakeError(f"archive {archive}: the object {item.path} can't be read: {reason}. Restore it from a copy.")
+    return LakeError(f"archive {archive}: the object {path} can't be read: {reason}. Restore it from a copy.")
 
 
 def _missing_object_error(archive: str, item: ArchiveObject) -> LakeError:
@@ -193,20 +211,11 @@ def settled_losses(find: Callable[[], Losses | None]) -> Losses | None:
 def check_object(archive: str, item: ArchiveObject) -> None:
     """LakeError for an object that can't be read: a Parquet file without a footer, or damaged gzip. A missing object is no error:
     a longer object may have taken its place in the meantime."""
-    uri = storage.join(archive, item.path)
-    system, path = storage.filesystem(uri)
-    try:
-        if system.get_file_info(path).type != fs.FileType.File:
-            return
-        with storage.access_errors(uri, "can't be read"):
-            if item.suffix == SUFFIXES[PARQUET]:
-                pq.read_metadata(path, filesystem=system)
-                return
-            with system.open_input_stream(path, compression=None) as stream, gzip.GzipFile(fileobj=stream) as gzip_file:
-                while gzip_file.read(1 << 20):
-                    pass
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise _unreadable(archive, item, error) from None
+    with suppress(FileNotFoundError):
+        if item.suffix == SUFFIXES[PARQUET]:
+            _schema(archive, item.path)
+        else:
+            deque(_lines(archive, item.path), maxlen=0)
 
 
 def within(items: Sequence[ArchiveObject], since: int | None, until: int | None) -> list[ArchiveObject]:
