@@ -120,14 +120,14 @@ def stored_values(column: pa.Array, existing: SqlType, name: str, days: tuple[da
     for at, value in enumerate(values):
         try:
             values[at] = None if value is None else change(value)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise TargetRefused(f"the column {name} is {str(value)[:100]}; {error}") from None
     return values
 
 
 def _change(kind: pa.DataType, existing: SqlType, days: tuple[date, date]) -> Callable[[Any], Any] | None:
     """The function that turns a value of ``kind`` into a value of the column; None if the values stay as they are. The function
-    raises ValueError for a value that the column does not have."""
+    raises ValueError, or OverflowError, for a value that the column does not have."""
     kinds = pa.types
     if kinds.is_floating(kind):
         return _finite
