@@ -14,10 +14,11 @@ import binascii
 import datetime
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import fastavro
@@ -73,7 +74,9 @@ def _avro_value(schema: Any, value: Any, types: Mapping[str, Any], path: str) ->
     if isinstance(schema, list):
         return _branch(schema, value, types, path)
     if isinstance(schema, str):
-        return _avro_value(types[schema], value, types, path) if schema in types else _plain(schema, None, value, path)
+        return (
+            _avro_value(types[schema], value, types, path) if schema in types else _plain({"type": schema}, value, path)
+        )
     kind = schema["type"]
     if kind in ("record", "error") and isinstance(value, Mapping):
         fields = {field["name"]: field["type"] for field in schema["fields"]}
@@ -87,7 +90,7 @@ def _avro_value(schema: Any, value: Any, types: Mapping[str, Any], path: str) ->
         return {name: _avro_value(schema["values"], item, types, f"{path}.{name}") for name, item in value.items()}
     if isinstance(kind, (dict, list)):
         return _avro_value(kind, value, types, path)
-    return _plain(kind, schema.get("logicalType"), value, path)
+    return _plain(schema, value, path)
 
 
 def _branch(schema: list[Any], value: Any, types: Mapping[str, Any], path: str) -> Any:
@@ -107,10 +110,13 @@ def _standing_alone(branch: Any, types: Mapping[str, Any]) -> Any:
     return types.get(branch, branch) if isinstance(branch, str) else branch
 
 
-def _plain(kind: str, logical: str | None, value: Any, path: str) -> Any:
+def _plain(schema: Mapping[str, Any], value: Any, path: str) -> Any:
     if not isinstance(value, str):
         return value
-    convert = _OF_TEXT.get(logical or "") or (_OF_TEXT["bytes"] if kind in ("bytes", "fixed") else None)
+    kind, logical = schema["type"], schema.get("logicalType", "")
+    convert = _OF_TEXT.get(logical) or (_OF_TEXT["bytes"] if kind in ("bytes", "fixed") else None)
+    if convert is not None and logical == "decimal":
+        convert = partial(_decimal, precision=schema["precision"], scale=schema.get("scale", 0))
     if convert is None:
         return value
     try:
@@ -119,21 +125,44 @@ def _plain(kind: str, logical: str | None, value: Any, path: str) -> Any:
         raise SchemaError(f"{path}: {value!r} is no {logical or kind}") from None
 
 
+def _decimal(text: str, precision: int, scale: int) -> Decimal:
+    """The number. ValueError for one with too many digits before or after the point, some of which fastavro takes."""
+    number = Decimal(text)
+    exponent = number.as_tuple().exponent
+    if not isinstance(exponent, int) or exponent < -scale or (number and number.adjusted() >= precision - scale):
+        raise ValueError(f"{text} is no decimal({precision}, {scale})")
+    return number
+
+
+def _of_time(read: Callable[[str], Any], digits: int) -> Callable[[str], Any]:
+    """The function ``read``, with ValueError for a text with more ``digits`` of a second: Avro would cut them."""
+
+    def convert(text: str) -> Any:
+        if re.search(rf"\.\d{{{digits}}}\d*[1-9]", text):
+            raise ValueError(f"{text} has more than {digits} digits of a second")
+        return read(text)
+
+    return convert
+
+
 def _utc(text: str) -> datetime.datetime:
     time = datetime.datetime.fromisoformat(text)
     return time if time.tzinfo else time.replace(tzinfo=datetime.UTC)
 
 
+def _local(text: str) -> datetime.datetime:
+    time = datetime.datetime.fromisoformat(text)
+    if time.tzinfo is not None:
+        raise ValueError(f"{text} has a zone")
+    return time
+
+
+_TIMES = {"time": datetime.time.fromisoformat, "timestamp": _utc, "local-timestamp": _local}
 _OF_TEXT: Mapping[str, Callable[[str], Any]] = {
     "bytes": lambda text: base64.b64decode(text, validate=True),
-    "decimal": Decimal,
     "date": datetime.date.fromisoformat,
-    "time-millis": datetime.time.fromisoformat,
-    "time-micros": datetime.time.fromisoformat,
-    "timestamp-millis": _utc,
-    "timestamp-micros": _utc,
-    "local-timestamp-millis": datetime.datetime.fromisoformat,
-    "local-timestamp-micros": datetime.datetime.fromisoformat,
+    **{f"{name}-millis": _of_time(read, 3) for name, read in _TIMES.items()},
+    **{f"{name}-micros": _of_time(read, 6) for name, read in _TIMES.items()},
 }
 
 
