@@ -165,28 +165,19 @@ def _survey(ask: Question, names: list[str]) -> Survey:
         ask.offsets(places, OffsetSpec.latest()),
     )
     high, low, end = (_offsets(ask, answers, away, problems) for answers in requests)
-    for topic, partition in places:
-        if not all((topic, partition) in offsets for offsets in (high, low, end)) and partition not in away[topic]:
+    partitions: dict[str, list[PartitionState]] = {topic: [] for topic in ids}
+    for place in places:
+        topic, partition = place
+        if all(place in offsets for offsets in (high, low, end)):
+            partitions[topic].append(PartitionState(partition, low[place], end[place], end[place] < high[place]))
+        elif partition not in away[topic]:
             # Deleted between the two questions, or the broker has just started and does not lead it yet: asked once more,
             # the description knows.
             away[topic][partition] = LeaderMissing(
                 f"topic {topic} at {ask.servers} is described and has no offsets; try again when all its brokers are up"
             )
-    states = {
-        topic: TopicState(
-            topic,
-            ids[topic],
-            tuple(
-                PartitionState(partition, low[place], end[place], end[place] < high[place])
-                for place in places
-                for name, partition in (place,)
-                if name == topic and partition not in away[topic]
-            ),
-            away[topic],
-        )
-        for topic in names
-        if topic in ids and topic not in problems
-    }
+    known_topics = [topic for topic in names if topic in ids and topic not in problems]
+    states = {topic: TopicState(topic, ids[topic], tuple(partitions[topic]), away[topic]) for topic in known_topics}
     return Survey(states, problems)
 
 
