@@ -259,6 +259,7 @@ class TimedWriter:
             self._serve(0.2)
             self._connection.raise_refusal(self._doing, began)
             if self.confirmed > before:
+                self._connection.note_answer()
                 began, before = time.monotonic(), self.confirmed
             elif time.monotonic() - began > STALL_SECONDS:
                 raise self._connection.unavailable(self._doing)

@@ -7,10 +7,11 @@ from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, Producer
 
 from zync_assets.errors import ForeignRecord, KafkaError, RecordTooLarge
+from zync_assets.kafka import client
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import create_topic, high_watermarks
 from zync_assets.kafka.writer import InOrder, SharedProducer
-from zync_assets.kafka.writers import Writers
+from zync_assets.kafka.writers import TimedRecord, TimedWriter, Writers
 from zync_assets.kafka.zero_copy import Handover, Report
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.kafka.test_writer import REBUILD, batch, numbered
@@ -121,3 +122,14 @@ def test_a_record_of_another_writer_is_found_in_its_partition(kafka: dict[str, s
         made.write({part.partition: [numbered(1, 2_000)] for part in PARTS})
     for partition, end in high_watermarks(kafka, three, (0, 2)).items():
         assert written(kafka, three, partition, end) == [b"%d" % number for number in range(end)]
+
+
+def test_a_refusal_is_over_once_a_broker_has_answered(
+    kafka: dict[str, str], three: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TimedWriter(kafka, three, 0, 0) as writer:
+        connection = writer._connection  # pyright: ignore[reportPrivateUsage]
+        connection._note(ClientError(ClientError._AUTHENTICATION, "refused"))  # pyright: ignore[reportPrivateUsage]
+        writer.write([TimedRecord(None, (), None, b"a")])
+        monkeypatch.setattr(client, "PATIENCE", 0)
+        connection.raise_refusal("writing", 0)
