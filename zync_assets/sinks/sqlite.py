@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import date, datetime
 from datetime import time as time_of_day
 from decimal import Decimal
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ class SqliteTarget(SqlTarget):
         return [item.name.removeprefix(f"{self.path.name}-") for item in self._files(LOAD_PREFIX)]
 
     def _files(self, prefix: str) -> list[Path]:
-        return [item for item in self.path.parent.glob(f"{self.path.name}-{prefix}*") if item.is_file()]
+        return [item for item in self.path.parent.glob(f"{escape(self.path.name)}-{prefix}*") if item.is_file()]
 
     @contextmanager
     def loading(self, spec: TableSpec, name: str) -> Generator[tuple[Connection, sa.Table]]:

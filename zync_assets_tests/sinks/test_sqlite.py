@@ -140,3 +140,8 @@ def test_a_full_disk_is_named_with_the_cure(tmp_path: Path) -> None:
     error = SqliteTarget(f"sqlite:///{tmp_path}/it.db").error(exc.OperationalError(None, None, full.value))
     assert type(error) is SinkError
     assert str(error).startswith(f"{tmp_path}/it.db: the disk is full. Make room")
+
+
+def test_what_a_killed_run_left_is_found_beside_any_file(tmp_path: Path) -> None:
+    (tmp_path / "rows[1].db-zync_load_0").touch()
+    assert SqliteTarget(f"sqlite:///{tmp_path / 'rows[1].db'}").tables() == ["zync_load_0"]
