@@ -26,7 +26,7 @@ from zync_assets.etl.rules import output_schemas
 from zync_assets.etl.rules.output_schemas import Notes, shape_notes
 from zync_assets.ingest.repeats import PartitionSearch, Remainder, has_positions, identifies_changes, leave_out
 from zync_assets.ingest.source import NewSchema, TopicSource, first_schemas, notes_of, with_schemas, with_side_notes
-from zync_assets.ingest.task import TaskEnd, TopicReader, Types, write_part
+from zync_assets.ingest.task import TaskEnd, TopicReader, Types, side_types, write_part
 from zync_assets.lake import quarantine_table, raw, storage, tables
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.raw import RawState
@@ -41,24 +41,14 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
-def merged_types(source: TopicSource, schemas: Sequence[pa.Schema]) -> TopicSource:
-    """The source, with its sides' types merged with the types of all files, in order. A type that does not merge is ignored."""
-    sides = {"key": source.key_type, "value": source.value_type}
-    for schema in schemas:
-        for name in sides.keys() & set(schema.names):
-            with suppress(SchemaError):
-                sides[name] = merge_types(sides[name], schema.field(name).type, name)
-    return replace(source, key_type=sides["key"], value_type=sides["value"])
-
-
 def can_read(source: TopicSource, schema: pa.Schema) -> bool:
     """Whether a file can be read with the source's types. A new file must not hold a long in a double column. Readers expect a
     long there only if the column became a double after the file was written."""
-    sides = {"key": source.key_type, "value": source.value_type}
-    pairs = [
-        (kind, schema.field(name).type) for name, kind in sides.items() if kind is not None and name in schema.names
-    ]
-    return all(holds(kind, column) and not has_longs(column, kind) for kind, column in pairs)
+    pairs = zip((source.key_type, source.value_type), side_types(schema), strict=True)
+    return all(
+        kind is None or column is None or (holds(kind, column) and not has_longs(column, kind))
+        for kind, column in pairs
+    )
 
 
 def table_schema(schema: pa.Schema, source: TopicSource) -> pa.Schema:
@@ -216,7 +206,7 @@ def write_plain(reading: RangeReading) -> BatchFiles:
             baseline += firsts
             reading = replace(reading, source=with_schemas(reading.source, firsts))
             continue
-        reading = replace(reading, source=merged_types(reading.source, [schema for _, schema in pairs]))
+        reading = replace(reading, source=with_types(reading.source, [side_types(schema) for _, schema in pairs]))
         if all(can_read(reading.source, schema) for _, schema in pairs):
             schemas = [*baseline, *new_schemas]
             return batch_files(reading, ends, table_schema(reading.table, reading.source), schemas, notes_of(schemas))
@@ -363,11 +353,7 @@ def _place(item: DataFile) -> tuple[int, int]:
 def decoded_types(lake: str, item: Input) -> Types | None:
     """The decoded types of a shaped topic's key and value, before the shape; None before the first batch."""
     table = tables.open_table(storage.decoded_uri(lake, item.pool, item.topic))
-    if table is None:
-        return None
-    names = table.schema.names
-    key, value = (table.schema.field(side).type if side in names else None for side in ("key", "value"))
-    return key, value
+    return None if table is None else side_types(table.schema)
 
 
 def commit_types(lake: str, item: Input, source: TopicSource, notes: Mapping[str, Note]) -> pa.Schema:

@@ -21,6 +21,7 @@ from zync_assets.ingest import source
 from zync_assets.ingest.files import RangeReading, decoded_types
 from zync_assets.ingest.shape import looks_at_time, shaped_records
 from zync_assets.ingest.source import TopicSource, read_chunks
+from zync_assets.ingest.task import side_types
 from zync_assets.kafka.reader import ANEW
 from zync_assets.kafka.topics import TopicState, led_state, offsets_at
 from zync_assets.lake import raw
@@ -186,14 +187,10 @@ def read_input(spark: SparkSession | Session, pipeline: Pipeline, plan: IngestPl
 
 def source_of(pipeline: Pipeline, item: Input, state: RawState | None) -> TopicSource:
     """The connections, formats and column types that a Spark task needs to read a topic into its raw table."""
-    names = state.schema.names if state else []
-
-    def column_type(side: str) -> pa.DataType | None:
-        return state.schema.field(side).type if state and side in names else None
-
-    key, value = column_type("key"), column_type("value")
     if item.shape is not None:
         key, value = decoded_types(pipeline.lake, item) or (None, None)
+    else:
+        key, value = side_types(state.schema) if state else (None, None)
     return TopicSource(
         pipeline.kafka,
         pipeline.registry,

@@ -32,7 +32,7 @@ from zync_assets.ingest.files import (
 )
 from zync_assets.ingest.order import order_sql
 from zync_assets.ingest.source import NewSchema, TopicSource, first_schemas, notes_of, read_chunks, with_schemas
-from zync_assets.ingest.task import CONTROL, KEPT, TaskEnd, Types, Writer, decoded_schema
+from zync_assets.ingest.task import CONTROL, KEPT, TaskEnd, Types, Writer, decoded_schema, side_types
 from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import ORDER_TYPE
 from zync_assets.offsets import OffsetRange
@@ -391,9 +391,7 @@ def _first_look(reading: RangeReading) -> tuple[list[Types], list[NewSchema]]:
         types: Types = (None, None)
         new_schemas: list[NewSchema] = []
         for chunk in read_chunks(source, parts[index], now):
-            schema = chunk.records.schema
-            key, value = (schema.field(side).type if side in schema.names else None for side in ("key", "value"))
-            types = (key, value)
+            types = side_types(chunk.records.schema)
             new_schemas += chunk.new_schemas
         return types, new_schemas
 

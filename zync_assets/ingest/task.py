@@ -38,6 +38,13 @@ CONTROL = "control"
 KEPT = "kept"
 
 Types = tuple[pa.DataType | None, pa.DataType | None]
+"""The types of keys and of values; None for a side whose type is not known."""
+
+
+def side_types(schema: pa.Schema) -> Types:
+    """The types of the columns ``key`` and ``value``, as far as they are there."""
+    key, value = (schema.field(side).type if side in schema.names else None for side in ("key", "value"))
+    return key, value
 
 
 @dataclass
@@ -145,10 +152,9 @@ class TopicReader:
         yield _control(end, schema)
 
     def _wider(self, schema: pa.Schema) -> Types | None:
-        source_types = {"key": self.source.key_type, "value": self.source.value_type}
-        types = {side: schema.field(side).type if side in schema.names else None for side in source_types}
-        fits = all(kind is None or _has_room(source_types[side], kind) for side, kind in types.items())
-        return None if fits else (types["key"], types["value"])
+        types = side_types(schema)
+        pairs = zip((self.source.key_type, self.source.value_type), types, strict=True)
+        return None if all(kind is None or _has_room(own, kind) for own, kind in pairs) else types
 
 
 def write_part(reader: TopicReader, index: int, uri: str) -> TaskEnd:
