@@ -431,7 +431,7 @@ def publish_all(
 
 def read_output(pipeline: Pipeline, session: Session, topic: str) -> OutputBatch:
     """The staged records that Kafka lacks now. The batch is lazy and starts no session."""
-    return read_staging(session, pipeline, plan_publish(pipeline, topic))
+    return read_staging(session, plan_publish(pipeline, topic))
 
 
 def publish_once(

@@ -124,7 +124,7 @@ class Mini:
 
     def publish(self, topic: str | None = None) -> PublishCommit:
         plan = plan_publish(self.pipeline, topic or self.out)
-        return publish_step.publish(self.pipeline, read_staging(self.spark, self.pipeline, plan))
+        return publish_step.publish(self.pipeline, read_staging(self.spark, plan))
 
     def published(self, topic: str) -> list[bytes]:
         """Publish an output topic; the values of all its records."""
@@ -352,8 +352,8 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
     found: list[tuple[str, int | None]] = []
     open_table = tables.open_table
 
-    def noted(uri: str, version: int | None = None) -> LakeTable | None:
-        opened = open_table(uri, version)
+    def noted(uri: str) -> LakeTable | None:
+        opened = open_table(uri)
         found.append((uri.partition("/lake/")[2], None if opened is None else opened.version))
         return opened
 

@@ -169,7 +169,7 @@ class Steps(RuleBasedStateMachine):
         plan = plan_publish(pipeline, topic)
         if plan.nothing_to_do:
             return
-        batch = read_staging(self.spark, pipeline, plan)
+        batch = read_staging(self.spark, plan)
         if how == "once" or plan.lag == 0:
             publish(pipeline, batch)
             return

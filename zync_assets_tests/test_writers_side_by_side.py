@@ -307,7 +307,7 @@ def killed_once(*given):
 
 commit._send = killed_once
 plan = plan_publish(it, sys.argv[3])
-commit.publish(it, read_staging(spark_session({"master": "local[1,2]"}), it, plan))
+commit.publish(it, read_staging(spark_session({"master": "local[1,2]"}), plan))
 """
 
 

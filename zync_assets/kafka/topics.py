@@ -33,6 +33,8 @@ from zync_assets.kafka.client import servers, topic_missing
 
 WAIT = 10.0
 """Seconds that a broker has to answer."""
+SHORT_WAIT = 2.0
+"""Seconds for an answer that a step can do without."""
 LAST_LOOK = 0.3
 """Seconds before the deadline in which an answer is not asked for again."""
 DEFAULT_LIMIT = 1_048_588
@@ -326,12 +328,10 @@ def _has_compaction(policy: str) -> bool:
     return "compact" in policy
 
 
-def known_limits(
-    kafka: Mapping[str, str], topics: Sequence[str], timeout: float = 2.0
-) -> dict[str, RecordLimits | None]:
+def known_limits(kafka: Mapping[str, str], topics: Sequence[str]) -> dict[str, RecordLimits | None]:
     """The records that those ``topics`` take whose configuration may be seen, None for a topic that is not there.
     No entry for the others, and for none where no broker answers in time."""
-    ask = Question(kafka, f"asking for the configuration of {_topic_list(topics)}", timeout, "DescribeConfigs")
+    ask = Question(kafka, f"asking for the configuration of {_topic_list(topics)}", SHORT_WAIT, "DescribeConfigs")
     resources = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
     limits: dict[str, RecordLimits | None] = {}
     for resource, future in ask(lambda admin, budget: admin.describe_configs(resources, request_timeout=budget)):
@@ -403,14 +403,12 @@ def _settings(kafka: Mapping[str, str], topic: str) -> Mapping[str, Any]:
     return ask.await_leaders(question)
 
 
-def commit_group_offsets(
-    kafka: Mapping[str, str], group: str, topic: str, offsets: Mapping[int, int], timeout: float = 2.0
-) -> None:
+def commit_group_offsets(kafka: Mapping[str, str], group: str, topic: str, offsets: Mapping[int, int]) -> None:
     """Commit the next offset of each partition for a consumer group, for monitoring tools. The package never reads it.
 
     Raises KafkaError if the group has members, a partition is missing, or the right to READ the group is missing.
     """
-    ask = Question(kafka, f"committing offsets of {topic} for consumer group {group}", timeout)
+    ask = Question(kafka, f"committing offsets of {topic} for consumer group {group}", SHORT_WAIT)
     places = [TopicPartition(topic, partition, offset) for partition, offset in sorted(offsets.items())]
     request = [ConsumerGroupTopicPartitions(group, places)]
     for _, future in ask(lambda admin, budget: admin.alter_consumer_group_offsets(request, request_timeout=budget)):

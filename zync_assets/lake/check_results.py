@@ -322,7 +322,7 @@ _log = logging.getLogger(__name__)
 
 
 def keep_result(
-    pipeline: Pipeline, before: CheckState, result: CheckResult, *, soon: bool = False
+    pipeline: Pipeline, before: CheckState, result: CheckResult, *, soon: bool
 ) -> tuple[CheckResult, CheckState]:
     """Keep the result of a blocking check; returns the result, and the pool's results after that.
 

@@ -48,14 +48,14 @@ _HOOKS = PostCommitHookProperties(create_checkpoint=True, cleanup_expired_logs=F
 the log instead."""
 
 
-def open_table(uri: str, version: int | None = None) -> LakeTable | None:
+def open_table(uri: str) -> LakeTable | None:
     """The table at a place; None for an empty place.
 
     Raises TableUnsupported for a table that this package could misread, or whose progress could get lost. Raises LakeError
     for a table that this process has seen and that has vanished or is at an older version now. Returns the known object if
     its version is still the newest, without a read of the log.
     """
-    latest = _newest.get(uri) if version is None else None
+    latest = _newest.get(uri)
     newest = _versions.get(uri, 0)  # before the look: another thread may see a newer one meanwhile
     if latest is not None and latest[0].version >= newest and log.newest_mark(uri, latest[0].version) == latest[1]:
         return latest[0]
@@ -63,8 +63,7 @@ def open_table(uri: str, version: int | None = None) -> LakeTable | None:
     if system.get_file_info(storage.join(path, "_delta_log")).type.name == "NotFound":
         return _check_absence(uri)
     try:
-        delta = _advance(uri) if version is None else None
-        delta = delta or DeltaTable(uri, version=version, storage_options=storage.delta_options(uri))
+        delta = _advance(uri) or DeltaTable(uri, storage_options=storage.delta_options(uri))
     except TableNotFoundError:
         return _check_absence(uri)
     except (DeltaError, OSError) as error:
@@ -87,16 +86,14 @@ def open_table(uri: str, version: int | None = None) -> LakeTable | None:
             f"table {uri} sets delta.setTransactionRetentionDuration, which would remove the record of what was ingested."
             " Unset that property."
         )
-    if version is None:
-        if delta.version() < newest:
-            raise LakeError(
-                f"table {uri} went back: it is at version {delta.version()}, and was at {newest} when this process saw it"
-                " last. Another program took the newer part of its log. Put that back; what is there is not to be trusted."
-            )
-        _versions[uri] = max(delta.version(), _versions.get(uri, 0))
+    if delta.version() < newest:
+        raise LakeError(
+            f"table {uri} went back: it is at version {delta.version()}, and was at {newest} when this process saw it"
+            " last. Another program took the newer part of its log. Put that back; what is there is not to be trusted."
+        )
+    _versions[uri] = max(delta.version(), _versions.get(uri, 0))
     table = LakeTable(uri, delta)
-    if version is None:
-        _remember(table, latest)
+    _remember(table, latest)
     return table
 
 

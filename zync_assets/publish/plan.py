@@ -260,7 +260,7 @@ def small_outputs(
                 continue
             if plan.lag <= SMALL_OFFSETS:
                 refuse_unsound(ends.snapshot, topic)
-                batches[topic] = read_staging(session, pipeline, plan)
+                batches[topic] = read_staging(session, plan)
             else:
                 other_topics.append(topic)
         except EVERYWHERE:
@@ -278,9 +278,8 @@ def partition_numbers(state: TopicState) -> list[int]:
     return sorted([*(part.partition for part in state.partitions), *state.away])
 
 
-def read_staging(spark: SparkSession | Session, pipeline: Pipeline, plan: PublishPlan) -> OutputBatch:
+def read_staging(spark: SparkSession | Session, plan: PublishPlan) -> OutputBatch:
     """The read half: a lazy batch of what Kafka lacks."""
-    pipeline.output(plan.output.topic)
     return OutputBatch(plan, lazy_session(spark))
 
 

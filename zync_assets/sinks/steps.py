@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from zync_assets import upkeep
-from zync_assets.conflicts import EVERYWHERE, Log, raise_first, retried
+from zync_assets.conflicts import EVERYWHERE, raise_first, retried
 from zync_assets.errors import (
     BadRecords,
     DataLoss,
@@ -264,9 +264,7 @@ def read_sink(pipeline: Pipeline, session: Session, sink: str, table: str, limit
     return read_source(session, plan_sink(pipeline, sink_definition, sink_definition.table(table), limit))
 
 
-def sink_once(
-    read: Callable[[], SinkBatch], first: SinkBatch | None = None, log: Log = _log.warning
-) -> SinkCommit | None:
+def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCommit | None:
     """Write one batch; None if there is nothing to do. ``first``: a batch that was read already."""
 
     def commit(batch: SinkBatch) -> SinkCommit | None:
@@ -281,7 +279,7 @@ def sink_once(
             check_table(batch.plan)
         return None
 
-    return retried(read, commit, first=first, log=log)
+    return retried(read, commit, first=first)
 
 
 def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:
