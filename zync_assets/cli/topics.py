@@ -120,7 +120,7 @@ def ls(
     registry = _require(endpoints_of(pipeline, bootstrap_servers, registry_url).registry)
     subjects = registry.subjects()
     with ThreadPoolExecutor(8) as pool:
-        versions = list(pool.map(registry.last_version, subjects))
+        versions = list(pool.map(registry.latest_version, subjects))
     rows = [
         {
             "subject": subject,

@@ -18,9 +18,9 @@ import json
 import logging
 import random
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -315,8 +315,6 @@ def _redact(text: str, config: RegistryConfig) -> str:
 _schemas: dict[tuple[str, int], str] = {}
 """Every schema that this process has seen, by the registry's URL and id: an id never changes its meaning."""
 
-_lock = threading.Lock()
-
 
 def subject_name(strategy: SubjectNameStrategy, topic: str, side: str, schema: str) -> str:
     """The subject that a schema is registered under, as Confluent's serializers have it: ``<topic>-<key or value>``, the
@@ -368,27 +366,29 @@ class Registry:
         place = (self._config.url, id)
         if place not in _schemas:
             schema = self._ask(lambda client: client.get_schema(id), f"schema id {id}")
-            text = self._whole(schema, f"schema id {id}")
-            with _lock:
-                _schemas[place] = text
+            _schemas[place] = self._whole(schema, f"schema id {id}")
         return _schemas[place]
 
     def latest(self, subject: str) -> tuple[int, str] | None:
         """The id and the schema of a subject's latest version; None for an unknown subject."""
-        try:
-            version = self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
-        except SchemaUnknown:
-            return None
-        return int(version.schema_id or 0), self._whole(version.schema, f"subject {subject}")
+        version = self._latest(subject)
+        return None if version is None else (int(version.schema_id), self._whole(version.schema, f"subject {subject}"))
 
-    def last_version(self, subject: str) -> Version | None:
+    def latest_version(self, subject: str) -> Version | None:
         """A subject's latest version; None for an unknown subject."""
-        try:
-            version = self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
-        except SchemaUnknown:
+        version = self._latest(subject)
+        if version is None:
             return None
-        kind = version.schema.schema_type or "AVRO"
-        return Version(int(version.version or 0), int(version.schema_id or 0), kind, str(version.schema.schema_str))
+        schema = version.schema
+        return Version(
+            int(version.version), int(version.schema_id), schema.schema_type or "AVRO", str(schema.schema_str)
+        )
+
+    def _latest(self, subject: str) -> Any:
+        """The latest version as Confluent's client has it; None for an unknown subject."""
+        with suppress(SchemaUnknown):
+            return self._ask(lambda client: client.get_latest_version(subject), f"subject {subject}")
+        return None
 
     def register(self, subject: str, schema_json: str) -> int:
         """Register a schema under ``subject`` and return its id; the same schema again gives the same id.
