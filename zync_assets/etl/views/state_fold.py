@@ -131,10 +131,11 @@ def fold(spark: SparkSession, state: StagingState) -> int:
             added_files += [*new_files.rows, *indexes]
         removed_files = [[*item.due.rows, *indexes_of(item.files, item.due.versions)] for item in folds]
         crash_point("fold:written")
-        compaction.commit(state.table, added_files, removed_files)
     except BaseException:
         storage.remove_files(storage.join(uri, folder))
         raise
+    # After an error of the commit, the log may name the files.
+    compaction.commit(state.table, added_files, removed_files)
     crash_point("fold:committed")
     return sum(map(len, removed_files))
 
