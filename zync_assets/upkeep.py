@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +30,7 @@ import numpy as np
 from zync_assets.codecs.arrays import pc
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, ZyncError
-from zync_assets.lake import compaction, raw, staging, tables
+from zync_assets.lake import compaction, raw, staging, storage, tables
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import StagingState
@@ -244,9 +245,14 @@ def compact(spark: SparkSession, uri: str, span: int | None = None) -> int:
     ]
     if table is None or not runs:
         return 0
-    schema = table.schema
-    files = run_tasks(spark, len(runs), lambda index: compaction.rewrite(uri, runs[index], schema))
-    crash_point("compact:written")
+    schema, folder = table.schema, f"compact-{uuid.uuid4().hex}"
+    try:
+        files = run_tasks(spark, len(runs), lambda index: compaction.rewrite(uri, runs[index], schema, folder))
+        crash_point("compact:written")
+    except BaseException:
+        # Every later commit of the table tries again, as long as the cause lasts.
+        storage.remove_files(storage.join(uri, folder))
+        raise
     compaction.commit(table, files, runs)
     crash_point("compact:committed")
     return sum(len(run) for run in runs)

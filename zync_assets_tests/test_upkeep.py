@@ -97,7 +97,7 @@ def test_of_two_compactions_at_once_one_is_committed(it: Mini) -> None:
     opened = tables.open_table(f"{it.lake}/Raw/{it.left}")
     assert opened is not None
     runs = compaction.due_runs(opened.files)
-    made = [compaction.rewrite(opened.uri, run, opened.schema) for run in runs]
+    made = [compaction.rewrite(opened.uri, run, opened.schema, "compact-0") for run in runs]
     assert upkeep.compact(it.spark, opened.uri) == 4
     with pytest.raises(CommitConflict):
         compaction.commit(opened, made, runs)
@@ -130,6 +130,8 @@ def test_what_goes_wrong_in_upkeep_does_not_fail_the_step(
     it.send(it.left, row(4))
     assert it.ingest(it.left)[it.left].records == 1
     assert "can't be read" in caplog.text
+    # Each later commit tries again, and would fill the disk with the files of its attempts.
+    assert not list(Path(it.lake, "Raw", it.left).rglob("compact-*/*.parquet"))
 
 
 @pytest.mark.slow

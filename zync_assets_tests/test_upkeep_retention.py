@@ -175,7 +175,7 @@ def test_of_a_compaction_and_a_retention_at_once_one_is_committed(it: Mini, monk
     monkeypatch.setattr(compaction, "FILES", 4)
     before = table(it, it.left)
     runs = compaction.due_runs(before.table.files)
-    made = [compaction.rewrite(before.table.uri, run, before.schema) for run in runs]
+    made = [compaction.rewrite(before.table.uri, run, before.schema, "compact-0") for run in runs]
     again = kept.edited(KEEP + JOIN)
     assert retire(again.pipeline, again.pipeline.input(it.left), now()[0])
     with pytest.raises(CommitConflict):

@@ -68,24 +68,25 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     start = time.monotonic()
     plan, item = batch.plan, batch.plan.input
     reading = _reading(pipeline, batch)
-    # 1. Read, decode and write. No commit names the files yet, so that a kill leaves nothing visible.
-    try:
-        files = write_plain(reading) if item.shape is None else write_with_shape(pipeline, reading)
-    except DataLoss:
-        # A recreated topic also lacks records. A pipeline file that accepts a loss to retention does not accept this case.
+    with reading.uncommitted():
+        # 1. Read, decode and write. No commit names the files yet, so that a kill leaves nothing visible.
+        try:
+            files = write_plain(reading) if item.shape is None else write_with_shape(pipeline, reading)
+        except DataLoss:
+            # A recreated topic also lacks records. A pipeline file that accepts a loss to retention does not accept this case.
+            _check_identity(pipeline, plan)
+            raise
+        # 2. Compare the topic with the topic of the plan: another topic of the same name has other records.
         _check_identity(pipeline, plan)
-        raise
-    # 2. Compare the topic with the topic of the plan: another topic of the same name has other records.
-    _check_identity(pipeline, plan)
-    # 3. Carry the times and orders from task to task. Leave out the changes that the connector sent again.
-    files, times, orders = carry_times(reading, files)
-    files = without_repeats(reading, files, plan.state)
-    lost_files = write_losses(reading, plan.losses)
-    crash_point("ingest:files-written")
-    # 4. Decide on new writer schemas and on bad records, as the pipeline file says.
-    writers, changes = source.schema_changes(item, files.source, files.new_schemas)
-    schema = _table_schema(plan, files, writers)
-    _admit(pipeline, plan, files.bad)
+        # 3. Carry the times and orders from task to task. Leave out the changes that the connector sent again.
+        files, times, orders = carry_times(reading, files)
+        files = without_repeats(reading, files, plan.state)
+        lost_files = write_losses(reading, plan.losses)
+        crash_point("ingest:files-written")
+        # 4. Decide on new writer schemas and on bad records, as the pipeline file says.
+        writers, changes = source.schema_changes(item, files.source, files.new_schemas)
+        schema = _table_schema(plan, files, writers)
+        _admit(pipeline, plan, files.bad)
     # 5. Commit quarantine and dropped ranges to the side table. The entries count from step 6 on.
     side_files = [*files.bad, *lost_files, *files.dropped]
     uri = storage.raw_uri(pipeline.lake, item.pool, item.topic)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -82,7 +82,7 @@ def _paths(schema: pa.Schema) -> Iterator[str]:
 class RangeReading:
     """The offsets of a topic to read, and their source. One Spark task reads each of ``parts``.
 
-    ``now``: the time of ingest; ``table``: the raw table's present columns; ``attempt``: the number in the names of side
+    ``now``: the time of ingest; ``table``: the raw table's present columns; ``attempt``: the number in the names of the new
     files; ``times``, ``orders``: partition → the highest time and order of the records before the batch. ``orders`` is None for a
     table without orders. Times are milliseconds since the epoch.
     """
@@ -107,9 +107,19 @@ class RangeReading:
         return storage.quarantine_uri(self.lake, self.item.pool, self.item.topic)
 
     @property
-    def side_name(self) -> str:
-        """The prefix of the names of side files."""
+    def file_prefix(self) -> str:
+        """The prefix of the names of all new files."""
         return quarantine_table.file_name(self.attempt)
+
+    @contextmanager
+    def uncommitted(self) -> Generator[None]:
+        """Removes the attempt's files if the block fails. Nothing commits the files, and each new attempt would add others."""
+        try:
+            yield
+        except BaseException:
+            for uri in (self.uri, self.side_uri):
+                storage.remove_files(uri, self.file_prefix)
+            raise
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,7 @@ class BatchFiles:
 def reader_of(reading: RangeReading, rejections: Mapping[tuple[int, int], str], side_uri: str | None) -> TopicReader:
     """The reading half of the batch's tasks. ``rejections``, ``side_uri``: see ``TopicReader``."""
     places = reading.times, reading.orders
-    return TopicReader(reading.source, reading.parts, reading.now, *places, rejections, side_uri, reading.side_name)
+    return TopicReader(reading.source, reading.parts, reading.now, *places, rejections, side_uri, reading.file_prefix)
 
 
 def batch_files(
@@ -218,7 +228,7 @@ def write_losses(reading: RangeReading, losses: Sequence[OffsetRange]) -> list[D
     """Write the offset ranges that Kafka's retention removed to files of the side table."""
     files: list[DataFile] = []
     for row in loss_rows(reading.item.topic, losses, reading.now):
-        with RangeWriter(reading.side_uri, row.column("kafka")[0]["partition"].as_py(), reading.side_name) as writer:
+        with RangeWriter(reading.side_uri, row.column("kafka")[0]["partition"].as_py(), reading.file_prefix) as writer:
             writer.write(row)
         files += [file for file, _ in writer.files]
     return files
@@ -249,12 +259,12 @@ def carry_times(reading: RangeReading, batch: BatchFiles) -> tuple[BatchFiles, d
         return floors[parts[bisect_right(starts, _place(item)) - 1]]
 
     groups = (
-        (reading.uri, "part", batch.files, True),
-        (reading.side_uri, reading.side_name, [*batch.bad, *batch.dropped], False),
+        (reading.uri, batch.files, True),
+        (reading.side_uri, [*batch.bad, *batch.dropped], False),
     )
     low_files = [
-        (uri, item, floor(item).time, floor(item).order if with_order else None, name)
-        for uri, name, files, with_order in groups
+        (uri, item, floor(item).time, floor(item).order if with_order else None, reading.file_prefix)
+        for uri, files, with_order in groups
         for item in files
         if floor(item).is_above(item, with_order)
     ]
@@ -303,7 +313,7 @@ def without_repeats(reading: RangeReading, batch: BatchFiles, table: RawState | 
             end_marks.get(partition),
             reading.uri,
             reading.side_uri,
-            reading.side_name,
+            reading.file_prefix,
         )
         for partition in sorted(partitions & {item.partition for item in batch.files})
     ]

@@ -68,7 +68,7 @@ class PartitionSearch:
 
     ``files``: the uncommitted files of the records, with their final orders; ``earlier_files``: the partition's files of the
     raw table; ``before``: the order before the new records; ``end_mark``: the last record before the new records; ``uri``,
-    ``side_uri``: the raw table and its side table; ``side_name``: the prefix of the side files' names.
+    ``side_uri``: the raw table and its side table; ``file_prefix``: of the new files' names.
     """
 
     source: TopicSource = field(repr=False)
@@ -79,7 +79,7 @@ class PartitionSearch:
     end_mark: Mark | None
     uri: str
     side_uri: str
-    side_name: str
+    file_prefix: str
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,13 @@ def leave_out(search: PartitionSearch) -> Remainder:
     offsets = np.array(sorted(repeats), np.int64)
     files: dict[str, Sequence[DataFile]] = {}
     with ExitStack() as writers:
-        side = writers.enter_context(RangeWriter(search.side_uri, search.partition, search.side_name))
+        side = writers.enter_context(RangeWriter(search.side_uri, search.partition, search.file_prefix))
         gaps = Gaps(REPEAT)
         for item in search.files:
             first, last = np.searchsorted(offsets, [item.first or 0, (item.last or 0) + 1])
             if first == last:
                 continue
-            with RangeWriter(search.uri, search.partition) as data:
+            with RangeWriter(search.uri, search.partition, search.file_prefix) as data:
                 for batch in storage.read_parts(storage.join(search.uri, item.path), _ROWS):
                     is_repeat = pc.is_in(pc.struct_field(batch.column("kafka"), "offset"), pa.array(offsets))
                     side.write(gaps.add(batch.column("kafka").cast(KAFKA_TYPE).filter(is_repeat)))

@@ -233,7 +233,7 @@ class _Job:
         schema, frame = self.schema(), self._frame(reading.side_uri)
         if reading.orders is not None or ORDER in frame.columns:
             schema = schema.append(pa.field(ORDER, ORDER_TYPE))
-        writer = Writer(reading.uri, reading.side_uri, reading.side_name, schema, reading.orders)
+        writer = Writer(reading.uri, reading.side_uri, reading.file_prefix, schema, reading.orders)
         rows = self._collect(frame.mapInArrow(writer.run, "found binary"))
         ends: list[TaskEnd] = [pickle.loads(bytes(row["found"])) for row in rows]
         for end in ends:

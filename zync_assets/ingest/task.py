@@ -108,8 +108,8 @@ class TopicReader:
     rejections: Mapping[tuple[int, int], str]
     side_uri: str | None
     """The table of the quarantine files; None for a trial run, which writes no files."""
-    side_name: str
-    """The prefix of the quarantine files' names."""
+    file_prefix: str
+    """The prefix of the new files' names."""
 
     def records(self, part: OffsetRange, end: ReadEnd) -> Iterator[pa.RecordBatch]:
         """The decodable records of a part. The bad records go to files of the side table. ``end`` grows on the way, and is
@@ -121,7 +121,7 @@ class TopicReader:
         with ExitStack() as stack:
             side: RangeWriter | None = None
             if self.side_uri is not None:
-                side = stack.enter_context(RangeWriter(self.side_uri, part.partition, self.side_name))
+                side = stack.enter_context(RangeWriter(self.side_uri, part.partition, self.file_prefix))
             for chunk in read_chunks(self.source, part, self.now, rejections, floor=end.last_time):
                 end.new_schemas.extend(chunk.new_schemas)
                 end.last_time, end.mark = chunk.last_time, chunk.mark
@@ -161,7 +161,7 @@ def write_part(reader: TopicReader, index: int, uri: str) -> TaskEnd:
     """The whole task of an input without a shape: the records go from Kafka to files of the raw table as they are."""
     part, end = reader.parts[index], ReadEnd()
     orders = Carrier(reader.orders, part.partition)
-    with RangeWriter(uri, part.partition) as data:
+    with RangeWriter(uri, part.partition, reader.file_prefix) as data:
         for records in reader.records(part, end):
             data.write(orders.carry(records))
     places = orders.first, orders.last, orders.position, orders.goes_back
@@ -200,7 +200,7 @@ class Writer:
 
     uri: str
     side_uri: str
-    side_name: str
+    file_prefix: str
     schema: pa.Schema
     orders: Mapping[int, Order] | None
     """As in ``RangeReading``."""
@@ -227,8 +227,8 @@ class Writer:
             kafka = rows.column("kafka").cast(KAFKA_TYPE)
             if data is None or side is None or orders is None:
                 partition = kafka[0]["partition"].as_py()
-                data = writers.enter_context(RangeWriter(self.uri, partition))
-                side = writers.enter_context(RangeWriter(self.side_uri, partition, self.side_name))
+                data = writers.enter_context(RangeWriter(self.uri, partition, self.file_prefix))
+                side = writers.enter_context(RangeWriter(self.side_uri, partition, self.file_prefix))
                 orders = Carrier(self.orders, partition)
             rows = orders.carry(rows)
             in_shape = rows.column(KEPT)

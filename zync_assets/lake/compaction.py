@@ -162,9 +162,9 @@ def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
 
 
-def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
-    """Write the records of some files as one file, without a commit. The files are a run of ``split_by_types``. The new file
-    has the columns of ``schema``, the table's schema, but numbers keep the types of the files.
+def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema, folder: str) -> DataFile:
+    """Write the records of some files as one file below ``folder``, without a commit. The files are a run of ``split_by_types``.
+    The new file has the columns of ``schema``, the table's schema, but numbers keep the types of the files.
 
     Raises LakeError if the files overlap, or do not hold the records that the log names.
     """
@@ -173,8 +173,8 @@ def rewrite(uri: str, run: Sequence[DataFile], schema: pa.Schema) -> DataFile:
         common_type = None if common_type is None else _common_type(common_type, _columns(uri, item))
     if common_type is None:
         raise LakeError(f"table {uri}: files {run[0].path} to {run[-1].path} have numbers of different types")
-    name, group = f"compact-{uuid.uuid4().hex}", run[0].group
-    path = f"{name}.parquet" if group is None else f"{name}/topic={group}/part-0.parquet"
+    group = run[0].group
+    path = f"{folder}{'' if group is None else f'/topic={group}'}/part-{uuid.uuid4().hex}.parquet"
     storage.make_folder(storage.join(uri, *path.split("/")[:-1]))
     types = {field.name: field.type for field in common_type}
     file_schema = pa.schema(

@@ -145,7 +145,7 @@ class RangeWriter:
     """Writes the batches of one Kafka partition, in offset order, as sorted files of a table.
 
     A file has one schema: when a batch is wider than the one before (a record with a newer writer schema came), the next
-    file begins. Files that no commit names are invisible; nothing is removed on failure.
+    file begins. Files that no commit names are invisible. A failed step removes them.
     """
 
     def __init__(self, table_uri: str, partition: int, name: str = "part") -> None:

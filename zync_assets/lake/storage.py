@@ -303,13 +303,14 @@ def require_files(uri: str, paths: Sequence[str]) -> None:
             pass
 
 
-def remove_files(uri: str) -> None:
+def remove_files(uri: str, prefix: str = "") -> None:
     """Remove the Parquet files below a folder that no commit names. If the store refuses to remove a file, a later clean-up
-    removes it."""
+    removes it. ``prefix``: of the files' paths below the folder."""
     system, path = filesystem(uri)
     with suppress(LakeError, OSError):
         for name in list_files(uri, ".parquet"):
-            system.delete_file(join(path, name))
+            if name.startswith(prefix):
+                system.delete_file(join(path, name))
 
 
 def remove_folder(uri: str) -> None:

@@ -261,7 +261,9 @@ class _Run:
                 continue
             runs = [part for run in compaction.due_runs(opened.files) for part in compaction.split_by_types(uri, run)]
             if runs:
-                compaction.commit(opened, [compaction.rewrite(uri, run, opened.schema) for run in runs], runs)
+                folder = f"compact-{uuid.uuid4().hex}"
+                files = [compaction.rewrite(uri, run, opened.schema, folder) for run in runs]
+                compaction.commit(opened, files, runs)
                 opened = tables.open_table(uri)
             if opened is not None and compaction.is_due(opened):
                 compaction.clean(opened)

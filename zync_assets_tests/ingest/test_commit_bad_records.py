@@ -63,6 +63,8 @@ def test_a_bad_record_stops_the_run_where_the_file_says_so(make: Make) -> None:
     with pytest.raises(BadRecords, match=rf"topic {it.left}, partition 1, offset 1: value: .*nothing was committed"):
         it.ingest()
     assert it.next(it.left) == {}
+    # A sensor tries again with each of its ticks.
+    assert not list(Path(it.lake).rglob("*.parquet"))
     it = it.edited(text())
     assert it.ingest(it.left)[it.left].quarantined == 1
 

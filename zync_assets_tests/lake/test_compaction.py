@@ -71,7 +71,7 @@ def test_the_file_holds_the_same_records_with_the_table_s_columns(tmp_path: Path
     rows = [{**records([9]).to_pylist()[0], "value": {"id": 9, "note": "new"}}]
     with RangeWriter(uri, 0) as writer:
         writer.write(pa.RecordBatch.from_pylist(rows, schema=wide))
-    made = rewrite(uri, [one, writer.files[0][0]], wide)
+    made = rewrite(uri, [one, writer.files[0][0]], wide, "compact-0")
     found = pq.read_table(tmp_path / made.path)
     assert found.schema.equals(wide)
     assert found["value"].to_pylist() == [{"id": n, "note": None} for n in (0, 1, 7)] + [{"id": 9, "note": "new"}]
@@ -101,17 +101,17 @@ def test_numbers_keep_the_kind_that_they_were_written_with(tmp_path: Path) -> No
         files.append(writer.files[0][0])
     assert list(split_by_types(uri, files)) == [files[:2], files[2:4]]
     table = raw_schema(pa.string(), pa.struct([("id", pa.int64()), ("in", pa.list_(pa.struct([("n", pa.float64())])))]))
-    found = pq.read_table(tmp_path / rewrite(uri, files[:2], table).path)
+    found = pq.read_table(tmp_path / rewrite(uri, files[:2], table, "compact-0").path)
     assert found["value"].to_pylist() == [{"id": 1, "in": [{"n": n}]} for n in (7, number)]
     with pytest.raises(LakeError, match="numbers of different types"):
-        rewrite(uri, files[1:3], table)
+        rewrite(uri, files[1:3], table, "compact-0")
 
 
 def test_times_run_on_as_readers_of_the_single_files_carry_them(tmp_path: Path) -> None:
     uri = str(tmp_path)
     files = [file(uri, records([0, 1], [100, 500])), file(uri, records([2, 3], [200, 600]))]
     files.append(file(uri, records([4], [300])))
-    made = rewrite(uri, files, SCHEMA)
+    made = rewrite(uri, files, SCHEMA, "compact-0")
     times = [row["time"].timestamp() * 1000 for row in pq.read_table(tmp_path / made.path)["kafka"].to_pylist()]
     assert times == [100, 500, 500, 600, 600]
     assert (made.min_time, made.max_time) == (100, 600)
@@ -127,21 +127,21 @@ def test_orders_are_kept_and_a_record_from_before_orders_has_none(tmp_path: Path
         own = pa.array([{"high": high, "low": low} for high, low in orders], ORDER_TYPE)
         batch = records(range(offset, offset + len(orders)))
         files.append(file(uri, batch.append_column(ORDER, own)))
-    made = rewrite(uri, files, table)
+    made = rewrite(uri, files, table, "compact-0")
     rows = pq.read_table(tmp_path / made.path)[ORDER].to_pylist()
     assert rows == [None, *({"high": high, "low": low} for high, low in [(5, 9), (6, 2), (6, 3)])]
     assert (made.min_order, made.max_order) == (None, (6, 9))
-    assert rewrite(uri, files[1:], table).min_order == (5, 2)
+    assert rewrite(uri, files[1:], table, "compact-0").min_order == (5, 2)
 
 
 def test_files_that_overlap_are_not_touched(tmp_path: Path) -> None:
     uri = str(tmp_path)
     with pytest.raises(LakeError, match=r"not in order\. Restore"):
-        rewrite(uri, [file(uri, records([0, 5])), file(uri, records([3]))], SCHEMA)
+        rewrite(uri, [file(uri, records([0, 5])), file(uri, records([3]))], SCHEMA, "compact-0")
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     gone = file(str(tmp_path), records([0]))
     (tmp_path / gone.path).unlink()
     with pytest.raises(LakeError, match=gone.path):
-        rewrite(str(tmp_path), [gone], SCHEMA)
+        rewrite(str(tmp_path), [gone], SCHEMA, "compact-0")

@@ -104,7 +104,9 @@ def test_a_file_that_an_earlier_version_compacted_keeps_its_orders(
         table = tables.open_table(uri)
         assert table is not None
         run = sorted(table.files, key=lambda item: item.first or 0)[first:]
-        compacted = replace(compaction.rewrite(uri, run, table.schema), min_order=None, max_order=None)
+        compacted = compaction.rewrite(uri, run, table.schema, "compact-0")
+        Path(uri, compacted.path).rename(Path(uri, f"compact-{first}.parquet"))
+        compacted = replace(compacted, path=f"compact-{first}.parquet", min_order=None, max_order=None)
         compaction.commit(table, [compacted], [run])
         tables.forget(uri)
         state = open_raw(str(tmp_path), "Raw", "t")
