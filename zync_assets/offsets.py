@@ -95,6 +95,11 @@ def subtract(whole: Iterable[OffsetRange], parts: Iterable[OffsetRange]) -> list
     return difference
 
 
+def intersection(whole: Sequence[OffsetRange], parts: Iterable[OffsetRange]) -> list[OffsetRange]:
+    """The offsets of ``whole`` that are in one of ``parts``, normalized."""
+    return subtract(whole, subtract(whole, parts))
+
+
 def offset_count(ranges: Iterable[OffsetRange]) -> int:
     """The number of offsets in some ranges. There may be fewer records."""
     return sum(part.end - part.first for part in ranges)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from zync_assets.offsets import (
     OffsetRange,
     format_key,
+    intersection,
     key_of,
     keys_over,
     new_ranges,
@@ -53,6 +54,13 @@ def test_subtract_is_the_difference_of_sets(whole: list[OffsetRange], parts: lis
     left = subtract(whole, parts)
     assert offsets(left) == offsets(whole) - offsets(parts)
     assert left == normalize(left)
+
+
+@given(many, many)
+def test_intersection_is_that_of_sets(whole: list[OffsetRange], parts: list[OffsetRange]) -> None:
+    both = intersection(whole, parts)
+    assert offsets(both) == offsets(whole) & offsets(parts)
+    assert both == normalize(both)
 
 
 @given(ranges, st.integers(1, 7))

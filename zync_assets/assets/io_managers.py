@@ -36,7 +36,7 @@ from zync_assets.kafka.topics import topic_state
 from zync_assets.lake import raw, staging, storage
 from zync_assets.lake.raw import RawState, raw_files
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.offsets import OffsetRange, format_key, key_of, normalize
+from zync_assets.offsets import OffsetRange, format_key, intersection, key_of, normalize
 from zync_assets.pipeline import Input, Pipeline, SideFormat, pool_path, table_name
 from zync_assets.publish.commit import PublishCommit
 from zync_assets.publish.plan import OutputBatch
@@ -45,7 +45,7 @@ from zync_assets.sinks.commit import WRITE_OUTCOME
 from zync_assets.sinks.plan import SinkBatch
 from zync_assets.sinks.steps import planned, read_sink, remedies, sink_table
 from zync_assets.spark.failures import spark_failures
-from zync_assets.spark.frames import output_frame, raw_frame
+from zync_assets.spark.frames import in_ranges, output_frame, raw_frame
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -96,14 +96,7 @@ def pool_frame(
     ranges = None if keys is None else normalize(keys)
     files = raw_files(raw_state, ranges)
     storage.require_files(raw_state.table.uri, [item.path for item in files])
-    frame = raw_frame(spark, raw_state, files)
-    if ranges is None:
-        return frame
-    inside = " OR ".join(
-        f"(kafka.partition = {part.partition} AND kafka.offset >= {part.first} AND kafka.offset < {part.end})"
-        for part in ranges
-    )
-    return frame.filter(inside or "false")
+    return in_ranges(raw_frame(spark, raw_state, files), files, ranges)
 
 
 def input_ranges(context: InputContext) -> list[OffsetRange] | None:
@@ -180,15 +173,7 @@ class KafkaIOManager(IOManager):
         """A lazy batch of all that Kafka holds of some ranges of an input or output topic."""
         kafka_state = topic_state(self._pipeline.kafka, topic)
         kafka_ranges = [OffsetRange(item.partition, item.low, item.end) for item in kafka_state.partitions]
-        if keys is not None:
-            key_ranges = normalize(keys)
-            kafka_ranges = [
-                OffsetRange(part.partition, max(part.first, key.first), min(part.end, key.end))
-                for part in kafka_ranges
-                for key in key_ranges
-                if key.partition == part.partition and key.first < part.end and key.end > part.first
-            ]
-        ranges = tuple(part for part in kafka_ranges if not part.empty)
+        ranges = tuple(normalize(kafka_ranges) if keys is None else intersection(kafka_ranges, keys))
         if any(item.topic == topic for item in self._pipeline.inputs):
             plan = plan_ingest(self._pipeline, topic)
             batch = read_input(self._session, self._pipeline, plan)

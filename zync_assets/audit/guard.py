@@ -38,7 +38,7 @@ from zync_assets.lake.parquet_rows import MISSING, RESTORE, DamagedFile, positio
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
-from zync_assets.offsets import OffsetRange, subtract
+from zync_assets.offsets import OffsetRange, intersection
 from zync_assets.pipeline import Input, Pipeline, pool_path, table_name
 
 COVERAGE = "exactly_once_done_coverage"
@@ -174,7 +174,7 @@ def _look_ranges(
     ranges_by_topic: dict[str, tuple[OffsetRange, ...]] = {}
     for (topic, partition), (_, end) in extent.items():
         all_ranges = [OffsetRange(partition, min(firsts[topic, partition], end), end)]
-        parts = all_ranges if ranges is None else subtract(all_ranges, subtract(all_ranges, ranges.get(topic, ())))
+        parts = all_ranges if ranges is None else intersection(all_ranges, ranges.get(topic, ()))
         ranges_by_topic[topic] = (*ranges_by_topic.get(topic, ()), *parts)
     return ranges_by_topic
 

@@ -32,7 +32,7 @@ from zync_assets.lake.parquet_rows import DamagedFile, integers
 from zync_assets.lake.publication import PublishState, WrittenSchema, rollback_error
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
-from zync_assets.offsets import OffsetRange, normalize, subtract
+from zync_assets.offsets import OffsetRange, intersection, normalize
 from zync_assets.pipeline import Pipeline, topic_path
 from zync_assets.pipeline_file.keys import joining_kinds
 from zync_assets.publish.encoding import (
@@ -304,7 +304,7 @@ def _content_problems(
     for place in places:
         first = max(place.position.base, lows.get(place.partition, 0))
         all_ranges.append(OffsetRange(place.partition, first, max(first, min(place.position.next, place.high))))
-    parts = normalize(all_ranges) if ranges is None else subtract(all_ranges, subtract(all_ranges, ranges))
+    parts = normalize(all_ranges) if ranges is None else intersection(all_ranges, ranges)
     tolerates_gaps = bool(parts) and is_compacted(pipeline.kafka, topic_state.topic)
     outputs = staged_topic(state, topic_state.topic, pipeline.registry)
     schemas: set[WrittenSchema] = set()

@@ -36,7 +36,7 @@ from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.lake.raw import ORDER, RawState, WriterSchema
 from zync_assets.lake.raw_files import LOWEST
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.offsets import OffsetRange, normalize, offset_count, subtract
+from zync_assets.offsets import OffsetRange, intersection, normalize, offset_count
 from zync_assets.pipeline import Input, Pipeline, pool_path
 
 
@@ -294,7 +294,7 @@ def _empty_result(name: str, pipeline: Pipeline, topic: str, severity: Severity)
 def _ingest_ranges(state: RawState, ranges: Iterable[OffsetRange] | None) -> list[OffsetRange]:
     """The ingested offsets of ``ranges``; every ingested offset if ``ranges`` is None."""
     all_ranges = [OffsetRange(p, state.first.get(p, 0), end) for p, end in sorted(state.next.items())]
-    return normalize(all_ranges) if ranges is None else subtract(all_ranges, subtract(all_ranges, ranges))
+    return normalize(all_ranges) if ranges is None else intersection(all_ranges, ranges)
 
 
 def _replay_problems(state: RawState, files: Sequence[DataFile]) -> Iterator[str]:

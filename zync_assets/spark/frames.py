@@ -81,9 +81,7 @@ def record_frame(spark: SparkSession, state: RawState, ranges: Iterable[OffsetRa
     that has no type yet is void. With ``state.with_order``, also the source order: ``order_high`` and ``order_low``."""
     parts = list(ranges)
     files = raw_files(state, parts)
-    frame = _file_records(spark, state, files)
-    # No filter where the files hold nothing else: the same plan for every batch is one that Spark has compiled before.
-    return frame if all(item.lies_in(parts) for item in files) else _in_ranges(frame, parts)
+    return in_ranges(_file_records(spark, state, files), files, parts)
 
 
 def record_types(state: RawState) -> StructType:
@@ -172,7 +170,11 @@ def _sides(frame: DataFrame, schema: pa.Schema, columns: Sequence[str], *, with_
     return frame.selectExpr(kafka, *sides, *columns)
 
 
-def _in_ranges(frame: DataFrame, parts: Sequence[OffsetRange]) -> DataFrame:
+def in_ranges(frame: DataFrame, files: Sequence[DataFile], parts: Sequence[OffsetRange] | None) -> DataFrame:
+    """The records of a frame in some ranges; None: all. ``files``: the frame's own."""
+    # No filter where the files hold nothing else: the same plan for every batch is one that Spark has compiled before.
+    if parts is None or all(item.lies_in(parts) for item in files):
+        return frame
     if len(parts) > MANY_RANGES:
         rows = [(part.partition, part.first, part.end) for part in parts]
         spans = f"explode(sequence(low DIV {SPAN}, (high - 1) DIV {SPAN})) AS span"
@@ -239,9 +241,7 @@ def output_frame(
     files = state.output_files(topic, parts)
     frame = parquet_frame(spark, state.table.uri, files, schema)
     sides = [(F.col(f"`{present[side]}`") if side in present else F.lit(None)).alias(side) for side in ("key", "value")]
-    records = frame.select("kafka", *sides, *record_columns[1:])
-    # As in ``record_frame``: no filter where the files hold nothing else.
-    return records if parts is None or all(item.lies_in(parts) for item in files) else _in_ranges(records, parts)
+    return in_ranges(frame.select("kafka", *sides, *record_columns[1:]), files, parts)
 
 
 def refuse_scattered_keys(places: DataFrame, topic: str, outcome: str) -> None:
