@@ -86,8 +86,9 @@ def _evaluation(key: AssetKey, name: str, look: Callable[[], CheckResult], why: 
         return AssetCheckEvaluation(key, name, False, severity=AssetCheckSeverity.ERROR, description=why)
     try:
         result = look()
-    except ZyncError as error:
-        return AssetCheckEvaluation(key, name, False, severity=AssetCheckSeverity.WARN, description=str(error))
+    except Exception as error:
+        # Whatever it is, the other topics and tables go on.
+        return AssetCheckEvaluation(key, name, False, severity=AssetCheckSeverity.WARN, description=error_line(error))
     severity = AssetCheckSeverity.ERROR if result.severity == "error" else AssetCheckSeverity.WARN
     return AssetCheckEvaluation(
         key, name, result.passed, metadata=dict(result.numbers), severity=severity, description=result.summary

@@ -446,6 +446,18 @@ def test_an_output_topic_and_a_table_that_no_run_can_write_fail_their_checks_unt
         assert passes(cured, "sink_position") == dict.fromkeys(table, True)
 
 
+def test_a_check_that_can_t_look_ends_no_tick(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError("no right to read")
+
+    monkeypatch.setattr(facts.output_checks, "staging_equals_topic", denied)
+    cursor = json.dumps({runs.FAILING: [f"kafka/{rig.sales}"]})
+    tick = sensor.evaluate(rig.names, rig.instance, cursor, time.time())
+    (found,) = (event for event in tick.asset_events if getattr(event, "check_name", "") == "staging_equals_topic")
+    assert isinstance(found, AssetCheckEvaluation)
+    assert (found.passed, found.description) == (False, "PermissionError: no right to read")
+
+
 def test_a_missing_raw_file_lets_the_other_topics_go_on_and_turns_ticks_red(rig: Rig, ticks: Ticks) -> None:
     settled(rig, ticks)
     rig.send(rig.orders, orders(1))
