@@ -97,6 +97,7 @@ def build_assets(names: Names, labels: AssetLabels) -> list[AssetsDefinition | A
 
 
 def source(names: Names, labels: AssetLabels, topic: str) -> AssetSpec:
+    """The asset of a source topic, which no run makes."""
     item = names.pipeline.input(topic)
     table = names.pool_key(item.pool, topic).to_user_string()
     return AssetSpec(
@@ -115,6 +116,7 @@ def source(names: Names, labels: AssetLabels, topic: str) -> AssetSpec:
 
 
 def raw(names: Names, labels: AssetLabels, topic: str) -> AssetsDefinition:
+    """The asset of an input topic's raw table."""
     item = names.pipeline.input(topic)
 
     @multi_asset(
@@ -211,6 +213,7 @@ def staging(names: Names, labels: AssetLabels, pool: str) -> AssetsDefinition:
 
 
 def publication(names: Names, labels: AssetLabels, item: Output) -> AssetsDefinition:
+    """The asset of an output topic in Kafka."""
     source_key = names.pool_key(item.pool, item.topic)
 
     @multi_asset(

@@ -310,9 +310,11 @@ class Quarantined:
     entries: Mapping[int, int]
 
     def offsets(self, partition: int) -> np.ndarray:
+        """The offsets of a partition's records, sorted."""
         return self.records[self.records[:, 0] == partition, 1]
 
     def left_out_records(self, partition: int) -> int:
+        """The number of records that ingest left out, in a partition."""
         rows = self.left_out[self.left_out[:, 0] == partition]
         return int((rows[:, 2] - rows[:, 1]).sum())
 

@@ -114,6 +114,7 @@ class Marks:
         self._chunks: dict[tuple[str, int], dict[int, np.ndarray]] = {}
 
     def add(self, topic: str, partition: int, offsets: np.ndarray) -> None:
+        """Mark some offsets, in any order."""
         unique, times = np.unique(offsets, return_counts=True)
         self._note(topic, partition, unique[times > 1])
         chunks = self._chunks.setdefault((topic, partition), {})
@@ -136,6 +137,7 @@ class Marks:
         return offsets[(offsets >= first) & (offsets < end)]
 
     def places(self) -> Iterator[tuple[str, int]]:
+        """Topic and partition of all marks, sorted."""
         yield from sorted(self._chunks)
 
     def chunks(self, topic: str, partition: int) -> Set[int]:

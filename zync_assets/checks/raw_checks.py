@@ -284,6 +284,7 @@ def _account_ends(snapshot: Snapshot, topic: str) -> dict[int, int]:
 
 
 def subject(pipeline: Pipeline, topic: str) -> str:
+    """The raw table of an input, as results of checks name it: ``Raw/orders``."""
     return pool_path(pipeline.input(topic).pool, topic)
 
 

@@ -43,6 +43,7 @@ _QUICK = {"max.retries": "0", "timeout": "2"}
 
 
 def quick_registry(config: RegistryConfig | None) -> Registry | None:
+    """The registry, asked once and for two seconds at most."""
     return Registry(replace(config, properties={**config.properties, **_QUICK})) if config else None
 
 

@@ -238,7 +238,7 @@ def result_rows(
     manifold = several(rules)
     others = [index for index, rule in of_records if is_apart(rule, manifold) and index not in untyped]
     targets = {
-        index: types[rule.out].target(rule.name)
+        index: types[rule.out].targets[rule.name]
         for index, rule in of_records
         if index not in others and rule.part_of is None and rule.name in types[rule.out].targets
     }

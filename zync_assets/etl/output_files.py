@@ -293,6 +293,7 @@ class Results:
         return union(frame.mapInArrow(_entry_rows, spark_schema(ENTRIES)) for frame in self._frames)
 
     def release(self) -> None:
+        """Free Spark's cache."""
         for frame in (*(self._frames if self._is_cached else ()), *([] if self._records is None else [self._records])):
             with ignore_release_errors():
                 frame.unpersist()

@@ -73,9 +73,6 @@ class OutputType:
     untyped: Mapping[str, str]
     """Rule → the error for a NULL without a type, which only another rule of the topic can resolve."""
 
-    def target(self, rule: str) -> OutputColumns:
-        return self.targets[rule]
-
 
 def output_types(
     pipeline: Pipeline,

@@ -132,6 +132,7 @@ class PendingRecords:
         return records.selectExpr("*", "true AS old")
 
     def release(self) -> None:
+        """Free Spark's cache."""
         if self._places is not None and not self._few:
             with ignore_release_errors():
                 self._places.unpersist()

@@ -228,7 +228,8 @@ class EtlBatch:
 
 @dataclass(frozen=True)
 class EtlCommit:
-    """The result of one ETL commit. ``outputs``: topic → new output offsets; ``counts``: class → number of new records."""
+    """The result of one ETL commit. ``outputs``: topic → new output offsets; ``consumed``: input topic → the new offsets of the
+    batch; ``counts``: as ``positions.new_counts``."""
 
     pool: str
     batch: int

@@ -270,7 +270,7 @@ def next_head(plan: EtlPlan, outputs: Mapping[tuple[str, int], OutputPosition], 
     used_rules = {row.rule for row in outcome.facts if row.kind == "out"}
     for topic, kind in outcome.types.items():
         schemas |= {
-            kind.target(name).fingerprint: (topic, kind.texts[name]) for name in kind.texts if name in used_rules
+            kind.targets[name].fingerprint: (topic, kind.texts[name]) for name in kind.texts if name in used_rules
         }
     replayed = {**head.replayed, **(plan.retries.replays or {})}
     fields = {
@@ -318,6 +318,7 @@ def _table_id(plan: EtlPlan, topic: str) -> str | None:
 
 
 def new_counts(facts: Sequence[Fact]) -> dict[str, int]:
+    """Class → the number of records that a batch brought into it. ``outputs``: the number of outputs."""
     counts = Counter[str]()
     for row in facts:
         if row.kind == "out":

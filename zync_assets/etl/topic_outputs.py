@@ -155,12 +155,14 @@ class OutputFile:
     _writer: pq.ParquetWriter | None = None
 
     def add(self, outputs: pa.RecordBatch) -> None:
+        """Number the next outputs. They wait for ``write_group``."""
         self._group.append(
             self.staged.rows(outputs, self.first + self.written + self.waiting, self.labels, self.partition)
         )
         self.waiting, self.size = self.waiting + len(outputs), self.size + outputs.get_total_buffer_size()
 
     def write_group(self) -> None:
+        """Write the waiting outputs as a row group. LakeError if the file can't be written."""
         uri = storage.join(self.uri, self.path)
         table = pa.Table.from_batches(self._group)
         with storage.access_errors(uri, "can't be written"):
@@ -171,6 +173,7 @@ class OutputFile:
         self._group, self.waiting, self.size = [], 0, 0
 
     def closed(self) -> DataFile:
+        """The file with all outputs, as a commit names it. LakeError as ``write_group``."""
         if self._group:
             self.write_group()
         uri = storage.join(self.uri, self.path)

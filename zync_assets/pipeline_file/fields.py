@@ -190,6 +190,7 @@ class Fields:
         return self.places.get(key) or (f"{self.path}.{key}" if self.path else key)
 
     def line_of(self, key: str) -> int:
+        """The line of a key; of the mapping where the key is missing."""
         return self.entries[key].line if key in self.entries else self.line
 
     def problem(self, key: str, message: str) -> None:
@@ -197,6 +198,7 @@ class Fields:
         self.problems.append(Problem(self.line_of(key), self.key(key) if key else self.path, message))
 
     def node(self, key: str) -> Node | None:
+        """The node of a key; None where the key is missing."""
         return self.entries[key].node if key in self.entries else None
 
     def text(self, key: str, hint: str | None = None) -> str | None:
@@ -219,6 +221,7 @@ class Fields:
         return node.text
 
     def choice(self, key: str, choices: Sequence[Choice]) -> Choice | None:
+        """One of some words; None where the key is missing or wrong."""
         word = self.text(key)
         if word is None:
             return None
@@ -229,6 +232,7 @@ class Fields:
         return None
 
     def integer(self, key: str, minimum: int, maximum: int) -> int | None:
+        """A whole number within two bounds, both included; None where the key is missing or wrong."""
         node = self.node(key)
         if node is None:
             return None

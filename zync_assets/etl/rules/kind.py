@@ -302,4 +302,5 @@ def key_names(rule: Rule) -> list[str]:
 
 
 def source_sql(place: int, partition: str, offset: str) -> str:
+    """A record as an element of ``source``. ``place``: the number of its topic."""
     return f"struct({place} AS place, {partition} AS partition, {offset} AS offset)"

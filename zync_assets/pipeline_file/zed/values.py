@@ -114,6 +114,7 @@ def type_sql(type: Type) -> str:
 
 
 def known_type(type: Type) -> tuple[str, str]:
+    """The kind of a type's values, and its name in Spark SQL. ZedProblem for an unknown type."""
     if type.name in TYPES:
         return TYPES[type.name]
     spark_type = _OTHER_TYPES.get(type.name)
@@ -122,6 +123,7 @@ def known_type(type: Type) -> tuple[str, str]:
 
 
 def type_kind(type: Type) -> str:
+    """The kind of a type's values. ZedProblem for an unknown type."""
     return type.name if type.name in ("record", "array") else known_type(type)[0]
 
 
@@ -220,6 +222,7 @@ def differ(left: Term, right: Term) -> bool:
 
 
 def group_of(kind: str | None) -> str:
+    """A kind without the width of numbers; empty for an unknown one."""
     return "number" if kind in NUMBERS else kind or ""
 
 
@@ -247,10 +250,12 @@ _NOUNS = {
 
 
 def noun(kind: str | None) -> str:
+    """A kind in words, for a problem."""
     return _NOUNS.get(kind or "", kind or "a value")
 
 
 def nouns(kinds: Sequence[str]) -> str:
+    """Several kinds in words, joined by "or"."""
     number_kinds = ["number"] if "number" in kinds else []
     return " or ".join(
         noun(kind) for kind in [*number_kinds, *(kind for kind in kinds if kind not in NUMBERS or not number_kinds)]
