@@ -332,8 +332,11 @@ class PostgresTarget(SqlTarget):
         is_texts = pa.types.is_list(column.type) and pa.types.is_string(column.type.value_type)
         if isinstance(kind, ARRAY) and is_texts and not isinstance(kind.item_type, sa.CHAR):
             return sa.cast(found, ARRAY(sa.Text))
-        is_as_text = isinstance(kind, (AbstractRange, INTERVAL, NamedType)) or (
-            isinstance(kind, sa.Time) and kind.timezone
+        is_as_text = (
+            isinstance(kind, (AbstractRange, INTERVAL, NamedType))
+            or (isinstance(kind, sa.Time) and kind.timezone)
+            # The driver reads JSON: of the text "x", quotes included, it would give x.
+            or (isinstance(kind, sa.JSON) and pa.types.is_string(column.type))
         )
         return sa.cast(found, sa.Text) if is_as_text else found
 

@@ -176,6 +176,9 @@ def test_texts_go_into_the_types_of_an_existing_table(server: Postgres, database
     apply(target, table, [one(1, good)])
     found = server.run(database, "SELECT u::text, m::text, j::text, host(i), v FROM shop.rows")
     assert found == [tuple(good.values())]
+    apply(target, table, [one(3, {"j": '"x"'}), one(4, {"j": "null"}), one(5, {"j": "1.50"})])
+    rows = {row["id"]: row["j"] for batch in target.rows(table) for row in batch.to_pylist()}
+    assert rows == {1: good["j"], 3: '"x"', 4: "null", 5: "1.50"}
     mad = assert_refused(target, table, [one(2, {"m": "mad"})])
     assert mad == 'invalid input value for enum mood: "mad" CONTEXT: column m: "mad"'
     assert "value too long" in assert_refused(target, table, [one(2, {"v": "long"})])
