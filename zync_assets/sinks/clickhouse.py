@@ -69,7 +69,7 @@ from zync_assets.sinks.clickhouse_types import (
 )
 from zync_assets.sinks.fold import CREATION, DELETE, OFFSET, OP, SET
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import SqlType, at_place, by_offset, check_load, ddl_text, place_values
+from zync_assets.sinks.sql_types import SqlType, at_place, check_load, ddl_text, place_values
 from zync_assets.sinks.target import (
     LOCAL_HOSTS,
     BadRecord,
@@ -189,7 +189,9 @@ class ClickhouseTarget(SqlTarget):
         next_offsets = {row["partition"]: row["next"] for row in positions}
         # The refused records of a batch that did not move the position do not count.
         refusals = [row for row in quarantine_rows if row["offset"] < next_offsets.get(row["partition"], 0)]
-        records = by_offset([BadRecord(row["partition"], row["offset"], row["key"], row["error"]) for row in refusals])
+        records = tuple(
+            sorted(BadRecord(row["partition"], row["offset"], row["key"], row["error"]) for row in refusals)
+        )
         if any(row["partition"] == _CLEARING for row in rows):
             # The table was being emptied: no lake has this id, so that the sink asks for another --reset.
             return Progress({}, "being emptied", records)

@@ -36,7 +36,15 @@ from zync_assets.errors import SinkError, TableLocked, TargetRefused, TargetUnav
 from zync_assets.pipeline_file.fields import TLS_FILES, TLS_SWITCHES, option_fault
 from zync_assets.private import put
 from zync_assets.sinks.fold import DELETE, OP, REPLACE
-from zync_assets.sinks.mysql_types import TEXTS, digits_of, holds, read_value, signed_bits, stored_values
+from zync_assets.sinks.mysql_types import (
+    TEXTS,
+    digits_of,
+    holds,
+    read_value,
+    refuse_cascade,
+    signed_bits,
+    stored_values,
+)
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import (
     BOOK,
@@ -48,7 +56,7 @@ from zync_assets.sinks.sql_types import (
     missing_key,
     with_single_percents,
 )
-from zync_assets.sinks.target import LOCAL_HOSTS, Column, Merge, Place, TableSpec, load_names, tls_fault
+from zync_assets.sinks.target import LOCAL_HOSTS, Column, Merge, Place, TableSpec, load_names, named, tls_fault
 
 CONNECT_SECONDS = 10
 KEY_LENGTH = 255
@@ -85,8 +93,11 @@ _PASSING = {
 }
 _PASSING_CLIENT = {2002, 2003, 2006, 2013, 2055}
 """Errors of the server, and of the client: connections, shutdown, locks, deadlocks, memory, disks."""
-_REFUSALS = {1048, 1062, 1264, 1265, 1292, 1364, 1366, 1406, 1411, 1451, 1452, 1525, 1644, 1690, 3140, 3141, 3819, 4025}
-"""Nulls, duplicates, values out of range, too long or of the wrong form, foreign keys, checks, triggers."""
+_REFUSALS = {
+    *{1048, 1062, 1264, 1265, 1292, 1364, 1365, 1366, 1406, 1411, 1451, 1452, 1525, 1526, 1644, 1690},
+    *{3140, 3141, 3819, 4025},
+}
+"""Nulls, duplicates, values out of range, too long or of the wrong form, foreign keys, checks, triggers, partitions."""
 
 _LOCKED = 1205
 """Another program has held a lock for too long."""
@@ -186,6 +197,7 @@ class MysqlTarget(SqlTarget):
         # Positions that are not there are locked too: no first batch can begin, or be committed, while the table is emptied.
         new_connection = self.engine().connect().execution_options(isolation_level="REPEATABLE READ")
         with self.errors(), new_connection as connection, connection.begin():
+            refuse_cascade(connection, *named(merge.spec))
             yield connection
 
     def create_book(self, connection: Connection) -> None:

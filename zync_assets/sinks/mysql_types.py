@@ -12,11 +12,12 @@ from typing import Any
 import pyarrow as pa
 import sqlalchemy as sa
 from sqlalchemy.dialects import mysql
+from sqlalchemy.engine import Connection
 
 from zync_assets.codecs.evolution import bits_number, number_bits
 from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, ZONED_TIMESTAMP
-from zync_assets.errors import TargetRefused
-from zync_assets.sinks.sql_types import DIGITS, SqlType, fitting
+from zync_assets.errors import SinkError, TargetRefused
+from zync_assets.sinks.sql_types import CASCADES, DIGITS, SqlType, fitting, with_single_percents
 from zync_assets.sinks.sql_types import holds as standard_holds
 from zync_assets.sinks.target import Column
 
@@ -45,6 +46,12 @@ _LENGTHS: tuple[tuple[type[SqlType], int], ...] = (
     (mysql.TEXT, 2**16 - 1),
 )
 """The bytes of each type of long texts."""
+_CASCADES = sa.text("""
+SELECT constraint_schema, table_name, constraint_name FROM information_schema.referential_constraints
+WHERE delete_rule IN ('CASCADE', 'SET NULL') AND table_name <> referenced_table_name AND referenced_table_name = :name
+AND unique_constraint_schema = coalesce(:schema, database()) AND @@foreign_key_checks ORDER BY 1, 2, 3
+""")
+"""The foreign keys by which the deletes of a table delete or change rows of other tables."""
 TEXTS = tuple(of for of, _ in _LENGTHS)
 
 
@@ -209,3 +216,13 @@ def read_value(value: Any, column: Column) -> Any:
     if isinstance(value, int) and kinds.is_binary(kind):
         return number_bits(value)
     return Decimal(value) if isinstance(value, int) and kinds.is_decimal(kind) else value
+
+
+def refuse_cascade(connection: Connection, name: str, schema: str | None) -> None:
+    """SinkError if to delete the rows of a table would also delete or change rows of other tables, which nothing would write
+    again."""
+    quote = connection.dialect.identifier_preparer.quote_identifier
+    keys = connection.execute(_CASCADES, {"name": name, "schema": schema}).all()
+    if keys:
+        drops = [f"ALTER TABLE {quote(s)}.{quote(table)} DROP FOREIGN KEY {quote(key)};" for s, table, key in keys]
+        raise SinkError(with_single_percents("\n".join([CASCADES, *drops]), connection.dialect))

@@ -54,6 +54,7 @@ from zync_assets.sinks.postgres_dialect import (
     missing_rights,
     own_type_holds,
     read_value,
+    refuse_cascade,
 )
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import (
@@ -280,6 +281,8 @@ class PostgresTarget(SqlTarget):
             # No statement sees the positions and rows of a first batch that is under way. The lock waits for each transaction
             # that has claimed positions, and blocks new transactions.
             connection.exec_driver_sql(f"LOCK TABLE {POSITIONS.name} IN EXCLUSIVE MODE")
+            name, schema = named(merge.spec)
+            refuse_cascade(connection, _identifier(schema, name).as_string(None))
         super()._lock_positions(connection, merge)
 
     # ---- a batch without load tables

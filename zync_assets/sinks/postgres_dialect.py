@@ -33,8 +33,8 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.evolution import bits_number, number_bits, variable_decimal
 from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, POINT, VARIABLE_DECIMAL, ZONED_TIME, ZONED_TIMESTAMP
 from zync_assets.codecs.fields import TSVECTOR as TSVECTOR_NOTE
-from zync_assets.errors import TargetRefused
-from zync_assets.sinks.sql_types import POSITIONS, QUARANTINE, SqlType, fitting, with_single_percents
+from zync_assets.errors import SinkError, TargetRefused
+from zync_assets.sinks.sql_types import CASCADES, POSITIONS, QUARANTINE, SqlType, fitting, with_single_percents
 from zync_assets.sinks.target import Column
 
 _LOGIN_ERRORS: Mapping[str, str] = {
@@ -52,6 +52,14 @@ _STATEMENT_ERRORS: Mapping[str, str] = {
     "in a read-only transaction": "The server is a standby, or set to read only: write the primary's address in the url.",
 }
 """Texts of failed statements that no waiting cures → the cure."""
+_CASCADES = sa.text(
+    """
+SELECT format('ALTER TABLE %s DROP CONSTRAINT %I;', conrelid::regclass, conname) FROM pg_constraint
+WHERE contype = 'f' AND confdeltype IN ('c', 'n', 'd') AND conparentid = 0 AND conrelid <> confrelid
+AND confrelid = to_regclass(:table) AND current_setting('session_replication_role') <> 'replica' ORDER BY 1
+""".replace("::", r"\:\:")
+)
+"""The statements that remove the foreign keys by which the deletes of a table delete or change rows of other tables."""
 _TABLE_RIGHTS = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
 
@@ -311,3 +319,10 @@ def _arrays(column: pa.Array) -> pa.Array:
 
 def _item(text: str | None) -> str:
     return "NULL" if text is None else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def refuse_cascade(connection: Connection, table: str) -> None:
+    """SinkError if to delete the rows of a table would also delete or change rows of other tables, which nothing would write
+    again. ``table``: its name as SQL writes it."""
+    if drops := connection.execute(_CASCADES, {"table": table}).scalars().all():
+        raise SinkError(f"{CASCADES}\n" + "\n".join(drops))

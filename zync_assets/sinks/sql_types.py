@@ -265,7 +265,7 @@ def read_progress(connection: Connection, place: Place) -> Progress:
     )
     bad_records = [BadRecord(row["partition"], row["offset"], row["key"], row["error"]) for row in refused_rows]
     return Progress(
-        {row["partition"]: row["next"] for row in rows}, rows[0]["origin"] if rows else None, by_offset(bad_records)
+        {row["partition"]: row["next"] for row in rows}, rows[0]["origin"] if rows else None, tuple(sorted(bad_records))
     )
 
 
@@ -279,11 +279,6 @@ def check_cured(connection: Connection, merge: Merge, lock: Callable[[sa.Select[
         rows = connection.execute(lock(query)).mappings().all()
         if not {(row["partition"], row["offset"]) for row in rows}.issuperset(merge.cured):
             raise CommitConflict(f"{merge.place}: another run took a record out of quarantine first; run again")
-
-
-def by_offset(records: Sequence[BadRecord]) -> tuple[BadRecord, ...]:
-    """Refused records in the order of their partitions and offsets."""
-    return tuple(sorted(records, key=lambda item: (item.partition, item.offset)))
 
 
 def counted_rows(
@@ -368,6 +363,10 @@ def refuse_creation(connection: sa.Connection, name: str, table: sa.Table, *, cr
     raise TableUnfit(f"table {name} is not there. Set create: true, or run:\n" + "\n".join(ddl))
 
 
+CASCADES = (
+    "to empty the table would also delete or change rows of other tables, by the ON DELETE of foreign keys. "
+    "Take the foreign keys away, run again, and then add them again:"
+)
 PRIMARY = "PRIMARY"
 """MySQL's name of each primary key."""
 

@@ -125,7 +125,7 @@ class TableSpec:
         return tuple(item for item in self.columns if item.name not in self.key)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class BadRecord:
     """A record that the target refused. ``key``: its key as text; ``error``: the target's message."""
 

@@ -188,6 +188,37 @@ def test_a_record_with_the_values_of_another_unique_index_is_refused(server: Ser
     assert server.run(database, "SELECT id, name, n FROM `rows` ORDER BY id") == [(1, "b", 3), (2, "a", 2)]
 
 
+def test_a_row_without_a_partition_and_a_division_by_zero_are_refused(server: Server, database: str) -> None:
+    columns = "id bigint PRIMARY KEY, v bigint, half bigint AS (100 / v) STORED"
+    server.run(
+        database, f"CREATE TABLE `rows` ({columns}) PARTITION BY RANGE (id) (PARTITION low VALUES LESS THAN (10))"
+    )
+    target, table = MysqlTarget(server.url(database)), spec(id=pa.int64(), v=pa.int64())
+    target.prepare(table, create=False, evolve="none")
+    with pytest.raises(TargetRefused, match="no partition for value 10"):
+        apply(target, table, [one(10, {"v": 1})])
+    with pytest.raises(TargetRefused, match="Division by 0"):
+        apply(target, table, [one(1, {"v": 0})])
+
+
+def test_a_reset_deletes_no_rows_of_other_tables(server: Server, database: str) -> None:
+    table, target = spec(id=pa.int64(), v=pa.string()), MysqlTarget(server.url(database))
+    target.prepare(table, create=True, evolve="none")
+    apply(target, table, [text(1, "a")])
+    key = "`a key` FOREIGN KEY (id) REFERENCES `rows` (id) ON DELETE CASCADE"
+    server.run(database, f"CREATE TABLE `child 5%` (id bigint, CONSTRAINT {key})", "INSERT INTO `child 5%` VALUES (1)")
+    reset = Merge(PLACE, table, ORIGIN, {}, {}, clear=True)
+    with pytest.raises(SinkError, match="to empty the table would also delete or change rows") as error:
+        target.merge(reset)
+    assert (target.progress(PLACE).next, server.run(database, "SELECT id FROM `child 5%`")) == ({0: 1}, [(1,)])
+    # A session may switch foreign keys off.
+    MysqlTarget(f"{server.url(database)}?init_command=SET%20foreign_key_checks%3D0").merge(reset)
+    assert server.run(database, "SELECT id FROM `child 5%`") == [(1,)]
+    server.run(database, str(error.value).partition("\n")[2], "INSERT INTO `rows` VALUES (2, 'b')")
+    target.merge(reset)
+    assert server.run(database, "SELECT id FROM `rows`") == []
+
+
 def test_values_that_mysql_would_change_are_refused(server: Server, database: str) -> None:
     target = MysqlTarget(server.url(database))
     server.run(

@@ -503,6 +503,30 @@ def test_a_reset_waits_for_a_first_batch_under_way(server: Postgres, database: s
     assert target.progress(PLACE).next == {}
 
 
+def test_a_reset_deletes_no_rows_of_other_tables(server: Postgres, database: str) -> None:
+    table, target = spec(id=pa.int64(), v=pa.string()), PostgresTarget(url(server, database))
+    target.prepare(table, create=True, evolve="none")
+    apply(target, table, [text(1, "a")])
+    key = '"a key" FOREIGN KEY (id) REFERENCES rows (id) ON DELETE'
+    server.run(
+        database,
+        "CREATE SCHEMA shop",
+        f'CREATE TABLE shop."child 5%" (id bigint, CONSTRAINT {key} CASCADE)',
+        'INSERT INTO shop."child 5%" VALUES (1)',
+        "ALTER TABLE rows ADD FOREIGN KEY (id) REFERENCES rows (id) ON DELETE CASCADE",
+    )
+    reset = Merge(PLACE, table, ORIGIN, {}, {}, clear=True)
+    with pytest.raises(SinkError, match="to empty the table would also delete or change rows") as error:
+        target.merge(reset)
+    assert (target.progress(PLACE).next, server.run(database, 'SELECT id FROM shop."child 5%"')) == ({0: 1}, [(1,)])
+    # A session may switch foreign keys off.
+    PostgresTarget(f"{url(server, database)}?options=-c%20session_replication_role%3Dreplica").merge(reset)
+    assert server.run(database, 'SELECT id FROM shop."child 5%"') == [(1,)]
+    server.run(database, str(error.value).partition("\n")[2], "INSERT INTO rows VALUES (2)")
+    target.merge(reset)
+    assert server.run(database, "SELECT id FROM rows") == []
+
+
 def await_locked(server: Postgres, database: str) -> None:
     """Wait until a session of the database waits for a lock."""
     give_up = time.monotonic() + 30
