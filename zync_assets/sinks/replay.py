@@ -18,7 +18,7 @@ from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
 from zync_assets.sinks.commit import in_tasks, loaded
-from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, source_frame
+from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, reset_command, source_frame
 from zync_assets.sinks.target import BadRecord, Merge, TableSpec, open_target
 from zync_assets.spark.session import Session, lazy_session
 from zync_assets.spark.tasks import search_settings
@@ -120,7 +120,9 @@ def _replay(plan: SinkPlan, session: Session, records: Sequence[BadRecord]) -> d
     frame = frame.coalesce(1).sortWithinPartitions(PARTITION, OFFSET)
     with plan.target().run(plan.place) as run:
         merge = _merge(plan, table_layout.spec, ())
-        task = ReplayTask(plan.sink, table_layout, run, merge, frozenset(overtaken_spots))
+        # The later record may leave out fields that this one sets.
+        reason = f"{OVERTAKEN}. If the row lacks values of it, load the table again: {reset_command(plan)}"
+        task = ReplayTask(plan.sink, table_layout, run, merge, frozenset(overtaken_spots), reason)
         reason_by_spot = {
             spot: reason
             for task_reasons in in_tasks(frame, partial(_replay_task, task))
@@ -165,13 +167,15 @@ def _find_overtaken(plan: SinkPlan, session: Session, table_layout: Layout, reco
 
 @dataclass(frozen=True)
 class ReplayTask:
-    """What the task of a replay needs. ``merge``: moves no position; ``overtaken``: records that are too late."""
+    """What the task of a replay needs. ``merge``: moves no position; ``overtaken``: records that are too late,
+    and why they stay."""
 
     sink: Sink
     layout: Layout
     run: str
     merge: Merge
     overtaken: frozenset[Spot]
+    overtaken_reason: str
 
 
 def _replay_task(task: ReplayTask, batches: Iterator[pa.RecordBatch]) -> dict[Spot, str | None]:
@@ -182,7 +186,7 @@ def _replay_task(task: ReplayTask, batches: Iterator[pa.RecordBatch]) -> dict[Sp
             row = batch.slice(index, 1)
             spot = row.column(PARTITION)[0].as_py(), row.column(OFFSET)[0].as_py()
             if spot in task.overtaken:
-                reasons[spot] = OVERTAKEN
+                reasons[spot] = task.overtaken_reason
                 continue
             try:
                 name = f"{task.run}r{spot[0]}_{spot[1]}"

@@ -327,7 +327,9 @@ def test_a_replay_writes_a_refused_record_unless_a_later_one_of_its_key_was_writ
     count, left = replay_refused(it.pipeline, session, everything)
     assert count == 3
     ((place, reason),) = left.items()
-    assert "offset 1" in place and reason == OVERTAKEN
+    assert "offset 1" in place
+    again = f"zync sink {it.pipeline.path} --sink shop --reset rows"
+    assert reason == f"{OVERTAKEN}. If the row lacks values of it, load the table again: {again}"
     assert rows(it, "SELECT id, v FROM rows ORDER BY id") == [(1, "bad1"), (3, "bad4")]
     # A record that the sink leaves out now was not written, and stays in quarantine.
     chosen = edited(
