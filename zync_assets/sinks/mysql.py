@@ -41,9 +41,9 @@ from zync_assets.sinks.mysql_types import (
     digits_of,
     holds,
     read_value,
-    refuse_cascade,
     signed_bits,
     stored_values,
+    watch_cascade,
 )
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import (
@@ -56,7 +56,7 @@ from zync_assets.sinks.sql_types import (
     missing_key,
     with_single_percents,
 )
-from zync_assets.sinks.target import LOCAL_HOSTS, Column, Merge, Place, TableSpec, load_names, named, tls_fault
+from zync_assets.sinks.target import LOCAL_HOSTS, Column, Merge, Place, TableSpec, load_names, tls_fault
 
 CONNECT_SECONDS = 10
 KEY_LENGTH = 255
@@ -119,6 +119,9 @@ _PREFIXES = sa.text(
 _COLLATIONS = sa.text(
     "SELECT column_name, collation_name FROM information_schema.columns WHERE table_schema = :schema AND table_name = :name"
 )
+
+_watched_tables: set[tuple[str, str]] = set()
+"""URLs and names of the tables from which this process deleted rows."""
 
 
 class MysqlTarget(SqlTarget):
@@ -192,12 +195,16 @@ class MysqlTarget(SqlTarget):
     def merging(self, merge: Merge) -> Generator[Connection]:
         if not merge.clear:
             with super().merging(merge) as connection:
+                place = self.url, merge.spec.name
+                if any(load.removes for load in merge.loads) and place not in _watched_tables:
+                    watch_cascade(connection, merge.spec, empties=False)
+                    _watched_tables.add(place)
                 yield connection
             return
         # Positions that are not there are locked too: no first batch can begin, or be committed, while the table is emptied.
         new_connection = self.engine().connect().execution_options(isolation_level="REPEATABLE READ")
         with self.errors(), new_connection as connection, connection.begin():
-            refuse_cascade(connection, *named(merge.spec))
+            watch_cascade(connection, merge.spec, empties=True)
             yield connection
 
     def create_book(self, connection: Connection) -> None:

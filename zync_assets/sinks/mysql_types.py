@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime, timedelta
@@ -17,9 +18,11 @@ from sqlalchemy.engine import Connection
 from zync_assets.codecs.evolution import bits_number, number_bits
 from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, ZONED_TIMESTAMP
 from zync_assets.errors import SinkError, TargetRefused
-from zync_assets.sinks.sql_types import CASCADES, DIGITS, SqlType, fitting, with_single_percents
+from zync_assets.sinks.sql_types import CASCADES, CASCADES_CURE, DIGITS, SqlType, fitting, with_single_percents
 from zync_assets.sinks.sql_types import holds as standard_holds
-from zync_assets.sinks.target import Column
+from zync_assets.sinks.target import Column, TableSpec, named
+
+_log = logging.getLogger(__name__)
 
 _BITS: tuple[tuple[type[SqlType], int], ...] = (
     (mysql.TINYINT, 8),
@@ -218,11 +221,14 @@ def read_value(value: Any, column: Column) -> Any:
     return Decimal(value) if isinstance(value, int) and kinds.is_decimal(kind) else value
 
 
-def refuse_cascade(connection: Connection, name: str, schema: str | None) -> None:
-    """SinkError if to delete the rows of a table would also delete or change rows of other tables, which nothing would write
-    again."""
+def watch_cascade(connection: Connection, spec: TableSpec, *, empties: bool) -> None:
+    """If deletes of a table also delete or change rows of other tables: SinkError before the table is emptied, else a warning."""
+    name, schema = named(spec)
     quote = connection.dialect.identifier_preparer.quote_identifier
     keys = connection.execute(_CASCADES, {"name": name, "schema": schema}).all()
-    if keys:
-        drops = [f"ALTER TABLE {quote(s)}.{quote(table)} DROP FOREIGN KEY {quote(key)};" for s, table, key in keys]
-        raise SinkError(with_single_percents("\n".join([CASCADES, *drops]), connection.dialect))
+    drops = [f"ALTER TABLE {quote(s)}.{quote(table)} DROP FOREIGN KEY {quote(key)};" for s, table, key in keys]
+    drops = [with_single_percents(item, connection.dialect) for item in drops]
+    if drops and empties:
+        raise SinkError("\n".join([f"to empty the table {CASCADES}. {CASCADES_CURE}", *drops]))
+    if drops:
+        _log.warning("%s", "\n".join([f"table {spec.name}: a delete {CASCADES}. {CASCADES_CURE}", *drops]))

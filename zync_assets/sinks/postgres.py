@@ -54,7 +54,7 @@ from zync_assets.sinks.postgres_dialect import (
     missing_rights,
     own_type_holds,
     read_value,
-    refuse_cascade,
+    watch_cascade,
 )
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import (
@@ -97,6 +97,8 @@ _LOOSE = sa.text(
 )
 """Constraints that ON CONFLICT does not take, and columns of a key that take texts for equal that differ."""
 
+_watched_tables: set[tuple[str, str]] = set()
+"""URLs and names of the tables from which this process deleted rows."""
 _locked_tables: set[tuple[str, str]] = set()
 """URL and name of each table whose last merge ended at a lock."""
 _AGAIN_SECONDS = 1
@@ -145,6 +147,10 @@ class PostgresTarget(SqlTarget):
         with super().merging(merge) as connection:
             if (self.url, merge.spec.name) in _locked_tables:
                 connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_AGAIN_SECONDS}s'")
+            place = self.url, merge.spec.name
+            if any(load.removes for load in merge.loads) and place not in _watched_tables:
+                watch_cascade(connection, merge.spec.name, _sql_name(merge.spec), empties=False)
+                _watched_tables.add(place)
             yield connection
 
     def is_native(self, kind: pa.DataType) -> bool:
@@ -281,8 +287,7 @@ class PostgresTarget(SqlTarget):
             # No statement sees the positions and rows of a first batch that is under way. The lock waits for each transaction
             # that has claimed positions, and blocks new transactions.
             connection.exec_driver_sql(f"LOCK TABLE {POSITIONS.name} IN EXCLUSIVE MODE")
-            name, schema = named(merge.spec)
-            refuse_cascade(connection, _identifier(schema, name).as_string(None))
+            watch_cascade(connection, merge.spec.name, _sql_name(merge.spec), empties=True)
         super()._lock_positions(connection, merge)
 
     # ---- a batch without load tables
@@ -291,8 +296,7 @@ class PostgresTarget(SqlTarget):
         """COPY goes into tables that have neither rules nor policies of rows."""
         if spec.mode != "insert":
             return False
-        name, schema = named(spec)
-        table = _identifier(schema, name).as_string(None)
+        table = _sql_name(spec)
         classes = sa.table("pg_class", *map(sa.column, ("oid", "relkind", "relrowsecurity", "relhasrules")))
         query = sa.select(classes.c.oid).where(
             classes.c.oid == sa.func.to_regclass(table),
@@ -395,6 +399,11 @@ def _is_local(host: str) -> bool:
 def _identifier(schema: str | None, name: str) -> sql.Identifier:
     """The name of a table. SQLAlchemy would double each percent sign, as for a statement with parameters."""
     return sql.Identifier(*([schema] if schema else []), name)
+
+
+def _sql_name(spec: TableSpec) -> str:
+    name, schema = named(spec)
+    return _identifier(schema, name).as_string(None)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import json
+import logging
 import re
 import struct
 from base64 import b64decode, b64encode
@@ -34,8 +35,18 @@ from zync_assets.codecs.evolution import bits_number, number_bits, variable_deci
 from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, POINT, VARIABLE_DECIMAL, ZONED_TIME, ZONED_TIMESTAMP
 from zync_assets.codecs.fields import TSVECTOR as TSVECTOR_NOTE
 from zync_assets.errors import SinkError, TargetRefused
-from zync_assets.sinks.sql_types import CASCADES, POSITIONS, QUARANTINE, SqlType, fitting, with_single_percents
+from zync_assets.sinks.sql_types import (
+    CASCADES,
+    CASCADES_CURE,
+    POSITIONS,
+    QUARANTINE,
+    SqlType,
+    fitting,
+    with_single_percents,
+)
 from zync_assets.sinks.target import Column
+
+_log = logging.getLogger(__name__)
 
 _LOGIN_ERRORS: Mapping[str, str] = {
     "certificate verify failed": "Name the file of its CA in the url, ?sslrootcert=FILE; sslmode=require would trust any server.",
@@ -321,8 +332,11 @@ def _item(text: str | None) -> str:
     return "NULL" if text is None else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def refuse_cascade(connection: Connection, table: str) -> None:
-    """SinkError if to delete the rows of a table would also delete or change rows of other tables, which nothing would write
-    again. ``table``: its name as SQL writes it."""
-    if drops := connection.execute(_CASCADES, {"table": table}).scalars().all():
-        raise SinkError(f"{CASCADES}\n" + "\n".join(drops))
+def watch_cascade(connection: Connection, name: str, table: str, *, empties: bool) -> None:
+    """If deletes of a table also delete or change rows of other tables: SinkError before the table is emptied, else a warning.
+    ``name`` and ``table``: the table's name as the pipeline file has it, and as SQL writes it."""
+    drops = connection.execute(_CASCADES, {"table": table}).scalars().all()
+    if drops and empties:
+        raise SinkError("\n".join([f"to empty the table {CASCADES}. {CASCADES_CURE}", *drops]))
+    if drops:
+        _log.warning("%s", "\n".join([f"table {name}: a delete {CASCADES}. {CASCADES_CURE}", *drops]))

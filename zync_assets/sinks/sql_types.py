@@ -364,9 +364,9 @@ def refuse_creation(connection: sa.Connection, name: str, table: sa.Table, *, cr
 
 
 CASCADES = (
-    "to empty the table would also delete or change rows of other tables, by the ON DELETE of foreign keys. "
-    "Take the foreign keys away, run again, and then add them again:"
+    "also deletes or changes rows of other tables, by the ON DELETE of foreign keys, and no record writes them again"
 )
+CASCADES_CURE = "Take the foreign keys away, or switch them off in the url, and go on:"
 PRIMARY = "PRIMARY"
 """MySQL's name of each primary key."""
 
