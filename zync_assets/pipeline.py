@@ -218,6 +218,9 @@ class Output:
     """The namespace of Avro records; None: made of the topic's name."""
     partition_by: str | None = None
     """An expression over ``key`` and ``value`` for the partition; None: Kafka's default partitioner chooses by the key."""
+    is_scratch: bool = False
+    """Whether the outputs are staged in a scratch pool and never published. Kafka is not asked for the topic: an ACL can't
+    allow a name that each command makes anew."""
 
 
 @dataclass(frozen=True)

@@ -356,7 +356,7 @@ def check_rollback(item: Input, head: Head, state: RawState | None) -> None:
 def check_begins(pipeline: Pipeline, pool: str) -> None:
     """KafkaError where an output topic of a pool without a staging table holds records: the lake vanished, or the topic is
     somebody else's. An output with ``start-at: end`` may begin on such a topic. A topic that can't be asked tells nothing."""
-    outputs = [item for item in pipeline.outputs_of(pool) if item.start_at != "end"]
+    outputs = [item for item in pipeline.outputs_of(pool) if item.start_at != "end" and not item.is_scratch]
     for topic, state in survey(pipeline.kafka, [item.topic for item in outputs]).states.items():
         ends = [f"partition {part.partition}: {part.end}" for part in state.partitions if part.end]
         if ends:

@@ -329,7 +329,10 @@ def output_limits(pipeline: Pipeline, topics: Collection[str]) -> dict[str, Reco
 
     Topics whose limits are unknown are left out.
     """
-    limits = known_limits(pipeline.kafka, list(topics))
+    outputs = [pipeline.output(topic) for topic in topics]
+    real_topics = [item.topic for item in outputs if not item.is_scratch]
+    limits = {item.topic: None for item in outputs if item.is_scratch}
+    limits |= known_limits(pipeline.kafka, real_topics) if real_topics else {}
     creates = {topic: create for topic in topics if (create := pipeline.output(topic).create) is not None}
     # Kafka shows a topic's existence with fewer rights than the topic's configuration.
     hidden = [topic for topic, create in creates.items() if topic not in limits and _MAX_BYTES not in create.config]

@@ -40,7 +40,9 @@ def scratch(pipeline: Pipeline, prefix: str, lake: str, limits: Mapping[str, Rec
         topic_limits = (limits or {}).get(item.topic)
         config = {} if topic_limits is None else topic_limits.config
         create = CreateTopic(1, 1, config)
-        return replace(item, topic=prefix + item.topic, create=create, start_at="empty", partition_by=None)
+        return replace(
+            item, topic=prefix + item.topic, create=create, start_at="empty", partition_by=None, is_scratch=True
+        )
 
     return replace(
         pipeline,

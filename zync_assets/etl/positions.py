@@ -176,7 +176,8 @@ def _bucket_sql(bounds: Sequence[Bound], parts: Sequence[str]) -> str:
 def output_positions(pipeline: Pipeline, pool: str, head: Head) -> dict[tuple[str, int], OutputPosition]:
     """(output topic, partition) → position. The ends of a new output's topic in Kafka fix the output's bases."""
     fresh = [item for item in pipeline.outputs_of(pool) if (item.topic, 0) not in head.outputs]
-    states = topic_states(pipeline.kafka, [item.topic for item in fresh]) if fresh else {}
+    topics = [item.topic for item in fresh if not item.is_scratch]
+    states = topic_states(pipeline.kafka, topics) if topics else {}
     positions = dict(head.outputs)
     for item in fresh:
         state = states.get(item.topic)

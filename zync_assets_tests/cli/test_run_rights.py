@@ -258,6 +258,22 @@ def test_each_right_that_is_missing_is_named_with_the_cure(make: Callable[[], Sh
     assert done.exit_code == 0, (step, done.stderr, done.exception)
 
 
+def test_a_rebuild_and_a_comparison_need_no_right_to_topics_of_their_own(make: Callable[[], Shielded]) -> None:
+    """Their scratch pools have outputs under names that no ACL can know."""
+    it = make()
+    create_topic(it.super, it.out, 1, 1, {})
+    it.succeed(*CHAIN[:4])
+    old = it.file("reader")
+    new = it.file("owner", BOTH + RULES.replace("v: in.value.v", "v: upper(in.value.v)"))
+    compared = CliRunner().invoke(main, ["diff", str(old), str(new), "--format", "json"])
+    assert (compared.exit_code, compared.stderr) == (0, ""), compared.exception
+    assert json.loads(compared.stdout)["new"] == {"id": 1, "v": "V"}
+    it.allow("owner", *RIGHTS["etl"], *RIGHTS["to-kafka"])
+    rebuilt = CliRunner().invoke(main, ["rebuild", str(new)])
+    assert rebuilt.exit_code == 0, rebuilt.stderr
+    assert high_watermark(it.super, it.out, 0) == 2
+
+
 TWO_POOLS = (
     BOTH
     + """  - {topic: $out.b, pool: Other, key-format: string, value-format: json, create: {replication-factor: 1}}
