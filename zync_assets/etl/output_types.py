@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from zync_assets.codecs.avro.schema import parse
+from zync_assets.codecs.avro.schema import parse, subject_name
 from zync_assets.codecs.avro.types import Outer, avro_schema, lake_type
 from zync_assets.codecs.dispatch import check_fits
 from zync_assets.codecs.fields import PLAIN, Note, topic_type_of
@@ -46,7 +46,6 @@ from zync_assets.etl.rules.shapes import (
     unify,
     void_fields,
 )
-from zync_assets.kafka.registry import subject_name
 from zync_assets.lake import staging
 from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.lake.staging import StagingState

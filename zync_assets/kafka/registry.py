@@ -2,7 +2,8 @@
 
 A consumer needs ``GET /schemas/ids/{id}`` once for every id. A producer needs ``POST /subjects/{subject}/versions`` once for
 every schema. Confluent's client speaks the API. Its own retries are off, because it repeats a request after a wrong certificate
-as after an outage. ``ask`` repeats a request only after an outage, and names the reason of a refusal.
+as after an outage. ``ask`` repeats a request only after an outage, or for an id that the registry may not know yet, and names
+the reason of a refusal.
 
 By default, Confluent's client follows no redirects. It also hands an address with user and password to a client that logs
 addresses. ``connect`` turns redirects on, and passes the login in properties.
@@ -22,12 +23,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
 from zync_assets.kafka.trust import explanation
-from zync_assets.pipeline import RegistryConfig, SubjectNameStrategy
+from zync_assets.pipeline import RegistryConfig
 from zync_assets.private import of, private
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class _Inliner:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Kinds: TypeAlias = type[RegistryError] | tuple[type[RegistryError], ...]
 
 DEFAULTS: Mapping[str, float | int] = {
     "timeout": 10.0,
@@ -205,8 +207,8 @@ def _keep_method(response: Any) -> None:
         response.status_code = 308
 
 
-def ask(config: RegistryConfig, request: Callable[[], T], label: str) -> T:
-    """The answer to ``request``; tried again with growing waits while the registry does not answer.
+def ask(config: RegistryConfig, request: Callable[[], T], label: str, passing: Kinds = RegistryUnavailable) -> T:
+    """The answer to ``request``; tried again with growing waits after the ``passing`` errors.
 
     Raises RegistryUnavailable for an outage; SchemaUnknown where the registry says so; RegistryError for a refusal: the
     login, a certificate, a schema that is not compatible, an address that is no registry's.
@@ -216,7 +218,7 @@ def ask(config: RegistryConfig, request: Callable[[], T], label: str) -> T:
     for attempt in range(tries + 1):
         try:
             return _request_once(config, request, label)
-        except RegistryUnavailable as error:
+        except passing as error:
             if attempt >= tries:
                 raise
             wait = min(number["retries.wait.ms"] * 2**attempt, number["retries.max.wait.ms"]) / 1000
@@ -316,21 +318,6 @@ _schemas: dict[tuple[str, int], str] = {}
 """Every schema that this process has seen, by the registry's URL and id: an id never changes its meaning."""
 
 
-def subject_name(strategy: SubjectNameStrategy, topic: str, side: str, schema: str) -> str:
-    """The subject that a schema is registered under, as Confluent's serializers have it: ``<topic>-<key or value>``, the
-    record's full name, or ``<topic>-<full name>``. SchemaError for a schema without a name, where one is needed."""
-    if strategy == "topic":
-        return f"{topic}-{side}"
-    document = json.loads(schema)
-    if not isinstance(document, dict) or document.get("type") != "record":
-        raise SchemaError(
-            f"topic {topic}: its {side}s have no record's name for subject-name-strategy {strategy}. Make them records (a"
-            f" mapping of names to expressions), or set {side}-subject-name-strategy: topic."
-        )
-    full = full_name(document["name"], document.get("namespace", ""))
-    return full if strategy == "record" else f"{topic}-{full}"
-
-
 @dataclass(frozen=True)
 class Version:
     """A version of a subject. ``type``: ``AVRO``, ``JSON`` or ``PROTOBUF``; ``schema``: the registered text."""
@@ -347,6 +334,7 @@ class Registry:
     def __init__(self, config: RegistryConfig) -> None:
         self._config = config
         self._client: SchemaRegistryClient | None = None
+        self._passing: Kinds = (RegistryUnavailable, SchemaUnknown)
 
     def __reduce__(self) -> tuple[type[Registry], tuple[RegistryConfig]]:
         return Registry, (self._config,)
@@ -362,10 +350,17 @@ class Registry:
         SchemaUnknown for an id that the registry says it does not have, SchemaError for a schema of another kind than
         Avro: both are properties of the record that names it. RegistryUnavailable for an outage, RegistryError for any
         other refusal (a password that is wrong, an address that is no registry's): no property of a record.
+
+        An unknown id is asked for again: another server of the registry may have given it to the record's writer a moment ago.
+        Once an id stayed unknown, no other id is waited for.
         """
         place = (self._config.url, id)
         if place not in _schemas:
-            schema = self._ask(lambda client: client.get_schema(id), f"schema id {id}")
+            try:
+                schema = self._ask(lambda client: client.get_schema(id), f"schema id {id}", self._passing)
+            except SchemaUnknown:
+                self._passing = RegistryUnavailable
+                raise
             _schemas[place] = self._whole(schema, f"schema id {id}")
         return _schemas[place]
 
@@ -437,7 +432,7 @@ class Registry:
             documents += [*self._references(dependency, label), str(dependency.schema_str)]
         return list(dict.fromkeys(documents))
 
-    def _ask(self, request: Callable[[SchemaRegistryClient], T], label: str) -> T:
+    def _ask(self, request: Callable[[SchemaRegistryClient], T], label: str, passing: Kinds = RegistryUnavailable) -> T:
         def send() -> T:
             # After a failure, another client: a client keeps each answer.
             client, self._client = self._client or connect(self._config), None
@@ -447,4 +442,4 @@ class Registry:
             self._client = client
             return answer
 
-        return ask(self._config, send, label)
+        return ask(self._config, send, label, passing)

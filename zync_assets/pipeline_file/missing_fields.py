@@ -17,10 +17,11 @@ from typing import TypeAlias
 import pyarrow as pa
 from sqlglot import exp
 
+from zync_assets.codecs.avro.schema import subject_name
 from zync_assets.codecs.avro.types import arrow_type
 from zync_assets.codecs.fields import fields_of, in_lake, lacked_by, maybe_missing, original
 from zync_assets.errors import FieldMissing, SchemaError, SchemaUnknown
-from zync_assets.kafka.registry import Registry, subject_name
+from zync_assets.kafka.registry import Registry
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import raw_schema
 from zync_assets.pipeline import Input, Pipeline, RecordShape, Rule, Shape

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc, with_type
 from zync_assets.codecs.avro.decoder import HEADER
+from zync_assets.codecs.avro.schema import subject_name
 from zync_assets.codecs.batches import EncodedBatch
 from zync_assets.codecs.dispatch import Encoder, make_encoder
 from zync_assets.codecs.fields import topic_type_of
@@ -31,7 +32,7 @@ from zync_assets.etl.rules.output_schemas import (
     schema_groups,
     without,
 )
-from zync_assets.kafka.registry import Registry, subject_name
+from zync_assets.kafka.registry import Registry
 from zync_assets.lake import staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.publication import PublishState, WrittenSchema

@@ -20,9 +20,10 @@ from confluent_kafka.schema_registry import (
 from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 
+from zync_assets.codecs.avro.schema import subject_name
 from zync_assets.codecs.avro.types import arrow_type
 from zync_assets.codecs.dispatch import make_decoder, make_encoder
-from zync_assets.kafka.registry import Registry, subject_name
+from zync_assets.kafka.registry import Registry
 from zync_assets.local.services import Services
 from zync_assets.pipeline import RegistryConfig, SideFormat
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zync_assets.errors import RegistryError, RegistryUnavailable
+from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaUnknown
 from zync_assets.kafka.registry import Registry
 from zync_assets.local.services import Services
 from zync_assets.pipeline import RegistryConfig
@@ -146,6 +146,23 @@ def test_what_may_pass_is_tried_again(plain: Front, status: int) -> None:
     plain.moves.extend([status, status])
     assert isinstance(registry(plain.url).subjects(), list)
     assert len(plain.asked) == 3
+
+
+def test_an_id_that_one_of_several_servers_does_not_know_yet_is_asked_for_again(plain: Front, unique: str) -> None:
+    """Its records would go into quarantine, and a replay would put them after the later ones."""
+    id = registry(plain.url).register(unique, SCHEMA)
+    plain.asked.clear()
+    plain.moves.extend(["unknown"] * 2)
+    assert json.loads(registry(plain.url).schema(id)) == json.loads(SCHEMA)
+    assert len(plain.asked) == 3
+
+
+def test_ids_that_stay_unknown_are_waited_for_once(plain: Front) -> None:
+    client = registry(plain.url)
+    for number, most in ((987654321, 3), (987654322, 4)):
+        with pytest.raises(SchemaUnknown, match=str(number)):
+            client.schema(number)
+        assert len(plain.asked) == most
 
 
 def test_a_registry_that_stays_out_is_unavailable(plain: Front) -> None:

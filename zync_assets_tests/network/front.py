@@ -22,9 +22,9 @@ Move: TypeAlias = "int | str | bytes"
 class Front:
     """The server.
 
-    ``wanted``: the required ``Authorization`` header; ``moves``: the answers to the next requests, in place of forwarding: a
-    status, a redirect (``"307 address"``), a body, or ``"hang"``; ``asked``: the received requests; ``others``: path → the path
-    that is asked for in its place.
+    ``wanted``: the required ``Authorization`` header; ``moves``: the answers to the next requests, in place of
+    forwarding: a status, a redirect (``"307 address"``), a body, ``"unknown"`` or ``"hang"``; ``asked``: the received
+    requests; ``others``: path → the path that is asked for in its place.
     """
 
     url: str = ""
@@ -56,6 +56,8 @@ def front(registry_url: str, certificate: Issued | None = None, client_ca: str |
             if move == "hang":
                 made.released.wait(30)
                 self.close_connection = True
+            elif move == "unknown":
+                self._answer(404, b'{"error_code": 40403, "message": "Schema not found"}')
             elif isinstance(move, str):
                 status, address = move.split()
                 self._answer(int(status), b"", address + self.path)

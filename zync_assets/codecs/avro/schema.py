@@ -19,6 +19,7 @@ from typing import Any
 
 from zync_assets.codecs.fields import PLAIN, Note, connect_note
 from zync_assets.errors import SchemaError
+from zync_assets.pipeline import SubjectNameStrategy
 
 PRIMITIVES = ("null", "boolean", "int", "long", "float", "double", "bytes", "string")
 
@@ -417,3 +418,18 @@ def _logical(node: Node, schema: Mapping[str, Any]) -> Node:
             f"a decimal of precision {str(precision)[:20]}: more than {MAX_DIGITS} digits are not supported"
         )
     return replace(node, logical=logical, precision=precision, scale=scale)
+
+
+def subject_name(strategy: SubjectNameStrategy, topic: str, side: str, schema: str) -> str:
+    """The subject that a schema is registered under, as Confluent's serializers have it: ``<topic>-<key or value>``, the
+    record's full name, or ``<topic>-<full name>``. SchemaError for a schema without a name, where one is needed."""
+    if strategy == "topic":
+        return f"{topic}-{side}"
+    document = json.loads(schema)
+    if not isinstance(document, dict) or document.get("type") != "record":
+        raise SchemaError(
+            f"topic {topic}: its {side}s have no record's name for subject-name-strategy {strategy}. Make them records (a"
+            f" mapping of names to expressions), or set {side}-subject-name-strategy: topic."
+        )
+    full = full_name(document, "")
+    return full if strategy == "record" else f"{topic}-{full}"
