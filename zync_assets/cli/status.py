@@ -22,6 +22,7 @@ from zync_assets.codecs.batches import Way, decode_way, plain_way
 from zync_assets.errors import BrokerUnavailable, LakeError, RegistryError, SchemaError, SinkError, TrustError
 from zync_assets.etl.streams import cuts, domains_of, unseen
 from zync_assets.ingest.plan import LEADER_SECONDS
+from zync_assets.kafka.client import servers
 from zync_assets.kafka.librdkafka import way
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import PartitionState, TopicState, survey
@@ -308,7 +309,18 @@ def _ask(pipeline: Pipeline) -> dict[str, TopicState]:
     for item in pipeline.inputs:
         if item.topic not in states:
             click.echo(f"note: topic {item.topic} is not there", err=True)
+        elif part := next((part for part in states[item.topic].partitions if part.is_open), None):
+            click.echo(f"note: {_open_transaction(pipeline, item.topic, part)}", err=True)
     return states
+
+
+def _open_transaction(pipeline: Pipeline, topic: str, part: PartitionState) -> str:
+    """What waits for an open transaction, and the way on if its producer never ends it."""
+    return (
+        f"topic {topic}, partition {part.partition}: a transaction is open. The records from offset {part.end} on come when it"
+        f" ends. If its producer is gone for good: kafka-transactions.sh --bootstrap-server {servers(pipeline.kafka)} abort"
+        f" --topic {topic} --partition {part.partition} --start-offset {part.end}"
+    )
 
 
 def _marks(state: TopicState | None) -> dict[int, PartitionState]:

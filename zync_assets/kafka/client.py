@@ -246,6 +246,11 @@ class Connection:
             f"no Kafka broker answered at {self.servers} while {doing}{trouble and f' ({trouble})'}; {cure}"
         )
 
+    def stalled(self, doing: str) -> BrokerUnavailable:
+        """The error for "no acknowledgement in time" while ``doing``. librdkafka does not report that replicas are missing."""
+        rule = "a partition takes no record while fewer replicas are in sync than its min.insync.replicas"
+        return BrokerUnavailable(f"{self.unavailable(doing)}; {rule}")
+
     def error(
         self,
         error: ClientError | Exception,

@@ -286,8 +286,11 @@ def create_topic(
         try:
             ask.result(future)
         except KafkaException as error:
-            if error.args[0].code() != ClientError.TOPIC_ALREADY_EXISTS:
-                raise ask.connection.error(error, ask.doing, topic, ask.needs) from None
+            code, problem = error.args[0].code(), ask.connection.error(error, ask.doing, topic, ask.needs)
+            if code == ClientError.INVALID_REPLICATION_FACTOR:
+                raise KafkaError(f"{problem}; start the missing brokers, or lower replication-factor") from None
+            if code != ClientError.TOPIC_ALREADY_EXISTS:
+                raise problem from None
     while True:
         # A new topic is known before all of its partitions have a leader.
         try:

@@ -162,7 +162,7 @@ class SharedProducer:
             self.connection.raise_refusal(late.doing, began)
             if time.monotonic() - began > STALL_SECONDS:
                 raise BrokerUnavailable(
-                    f"{self.connection.unavailable(late.doing)}; records up to offset {late.confirmed} are written"
+                    f"{self.connection.stalled(late.doing)}; records up to offset {late.confirmed} are written"
                 )
         self.connection.note_answer()
 

@@ -262,7 +262,7 @@ class TimedWriter:
                 self._connection.note_answer()
                 began, before = time.monotonic(), self.confirmed
             elif time.monotonic() - began > STALL_SECONDS:
-                raise self._connection.unavailable(self._doing)
+                raise self._connection.stalled(self._doing)
         if self._unlocated is not None:
             # The topic's end shows whether another producer's record took the place of a record without an offset.
             if high_watermark(self._kafka, self._topic, self._partition) != self.sent:

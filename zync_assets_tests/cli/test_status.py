@@ -6,14 +6,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from click.testing import CliRunner
 
 from zync_assets.cli.main import main
 from zync_assets.cli.status import _way_text  # pyright: ignore[reportPrivateUsage]
 from zync_assets.kafka.librdkafka import way
+from zync_assets.local.services import Services
 from zync_assets_tests.checks.chain import Chain
+from zync_assets_tests.mini import BOTH, mini, row
+from zync_assets_tests.odd_topics import open_transaction, until
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 
 def rows_of(path: Path) -> tuple[list[dict[str, Any]], str]:
@@ -89,6 +95,21 @@ def test_before_anything_was_ingested_the_lag_is_the_topic(chain: Chain) -> None
     chain.lake.rename(chain.lake.with_name("elsewhere"))
     rows, _ = rows_of(chain.pipeline.path)
     assert [(row["next"], row["lag"]) for row in rows] == [(None, 6), (None, 8), (None, 6), (None, None)]
+
+
+def test_an_open_transaction_is_named_with_the_way_on(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """Without the note, nothing shows why records do not come: the lag counts to the transaction's begin."""
+    rule = "{name: copy, type: stateless, in: $left, out: $out, key: in.key, value: {id: in.value.id}}"
+    it = mini(services, spark, tmp_path, unique, f"{BOTH}transforms: [{rule}]\n")
+    it.send(it.left, row(0))
+    producer = open_transaction(it.pipeline.kafka, it.left, unique, b"{}")
+    notes = rows_of(it.pipeline.path)[1]
+    assert notes.count("note: ") == 1 and f"topic {it.left}, partition 0: a transaction is open" in notes
+    assert notes.rstrip().endswith(f"abort --topic {it.left} --partition 0 --start-offset 1")
+    producer.abort_transaction(20)
+    until("it is over", lambda: "transaction" not in rows_of(it.pipeline.path)[1])
 
 
 def test_a_table_has_both_parts(sound_chain: Chain) -> None:

@@ -214,7 +214,7 @@ def test_a_broker_that_stops_answering_is_given_up(
     monkeypatch.setattr(writer, "STALL_SECONDS", 1.0)
     monkeypatch.setattr(writer, "record_limits", lambda *_: RecordLimits(1_000_000))
     monkeypatch.setattr(writer, "high_watermark", lambda *_: 0)
-    with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1 .*up to offset 0"):
+    with pytest.raises(BrokerUnavailable, match=r"127\.0\.0\.1:1 .*min\.insync\.replicas.*up to offset 0"):
         write_in_order({"bootstrap.servers": "127.0.0.1:1"}, topic, 0, 0, [numbered(0, 10)])
 
 
