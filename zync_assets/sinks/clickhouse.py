@@ -149,15 +149,6 @@ class ClickhouseTarget(SqlTarget):
             url = url.update_query_dict({"secure": "true"})
         return sa.create_engine(url, poolclass=sa.pool.NullPool)
 
-    def is_native(self, kind: pa.DataType) -> bool:
-        """No array, map or tuple of ClickHouse can be null."""
-        return not pa.types.is_nested(kind)
-
-    def drop(self, names: Sequence[str]) -> None:
-        with self.connection() as connection:
-            for name in names:
-                _drop(connection, name)
-
     # ---- errors
 
     @contextmanager
@@ -430,10 +421,6 @@ def _order(spec: TableSpec) -> list[str]:
             " include name kafka_topic, kafka_partition and kafka_offset."
         )
     return [*spec.key, *(name for name in places.values() if name not in spec.key)]
-
-
-def _drop(connection: Connection, name: str) -> None:
-    connection.execute(sa.schema.DropTable(sa.Table(name, sa.MetaData()), if_exists=True))
 
 
 def _rows(connection: Connection, table: sa.Table, place: Place) -> list[Mapping[str, Any]]:

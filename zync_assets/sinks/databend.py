@@ -197,11 +197,6 @@ class DatabendTarget(SqlTarget):
         except Exception as error:  # the driver and the engine have no class of errors in common
             raise Error(str(error)) from error
 
-    def drop(self, names: Sequence[str]) -> None:
-        with self.connection() as connection:
-            for name in names:
-                _drop(connection, name)
-
     def create_book(self, connection: Connection) -> None:
         for table in BOOK.sorted_tables:
             connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
@@ -423,10 +418,6 @@ def _code(text: str) -> int:
 
 def _bits(existing: SqlType) -> int:
     return next((bits for of, bits in _BITS if isinstance(existing, of)), 0)
-
-
-def _drop(connection: Connection, name: str) -> None:
-    connection.execute(sa.schema.DropTable(sa.Table(name, sa.MetaData()), if_exists=True))
 
 
 def _stored_values(column: pa.Array) -> pa.Array:

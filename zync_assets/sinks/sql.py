@@ -166,7 +166,7 @@ class SqlTarget(Target):
     def drop(self, names: Sequence[str]) -> None:
         with self.connection() as connection:
             for name in names:
-                sa.Table(name, sa.MetaData()).drop(connection, checkfirst=True)
+                connection.execute(sa.schema.DropTable(sa.Table(name, sa.MetaData()), if_exists=True))
 
     def has_table(self, spec: TableSpec) -> bool:
         with self.connection() as connection:
