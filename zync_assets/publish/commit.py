@@ -26,7 +26,6 @@ from zync_assets.kafka.topics import (
     TopicState,
     create_topic,
     delete_topic,
-    high_watermarks,
     is_compacted,
     new_topic_config,
     topic_states,
@@ -51,7 +50,7 @@ from zync_assets.publish.encoding import (
     first_difference,
     staged_topic,
 )
-from zync_assets.publish.plan import OutputBatch, PublishPlan, foreign_record, missing_topic
+from zync_assets.publish.plan import OutputBatch, PublishPlan, foreign_record, missing_topic, settling_highs
 from zync_assets.spark.tasks import run_tasks, slots
 
 T = TypeVar("T")
@@ -283,18 +282,9 @@ def _stable_highs(pipeline: Pipeline, plan: PublishPlan) -> dict[int, int]:
     replica may take; the high watermarks. Raises ForeignRecord if the topic holds more than staging, and CommitConflict if
     another publisher sent the surplus."""
     windows = {part.partition: part.publish_state.window or 0 for part in plan.parts if not part.clean}
-    highs, last_move = {part.partition: part.high for part in plan.parts}, time.monotonic()
-    while short := [partition for partition, window in windows.items() if highs[partition] < window]:
-        if time.monotonic() - last_move >= pipeline.settle_seconds:
-            break
-        time.sleep(0.2)
-        new_highs = high_watermarks(pipeline.kafka, plan.output.topic, highs)
-        # The records of another program in another partition must not lengthen the wait.
-        if any(new_highs[partition] != highs[partition] for partition in short):
-            last_move = time.monotonic()
-        highs = new_highs
+    highs = first_highs = {part.partition: part.high for part in plan.parts}
+    for highs in settling_highs(pipeline, plan.output.topic, windows, first_highs):
         _check_surplus(pipeline, plan, highs)
-    _check_surplus(pipeline, plan, highs)
     return highs
 
 

@@ -6,7 +6,8 @@ read_staging   the lazy batch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -276,6 +277,28 @@ def small_outputs(
 def partition_numbers(state: TopicState) -> list[int]:
     """The partitions of a topic, those without a leader too."""
     return sorted([*(part.partition for part in state.partitions), *state.away])
+
+
+def settling_highs(
+    pipeline: Pipeline, topic: str, windows: Mapping[int, int], highs: dict[int, int]
+) -> Iterator[dict[int, int]]:
+    """The high watermarks of a topic's partitions, look by look, after an unclean stop. A crashed producer's records can still
+    surface: the looks end when the topic holds all that was announced, or has stood still for ``settle``.
+
+    ``windows``: partition → the end of the announced window; ``highs``: partition → its high watermark, the first look.
+    """
+    last_move = time.monotonic()
+    yield highs
+    while short := [partition for partition, window in windows.items() if highs[partition] < window]:
+        if time.monotonic() - last_move >= pipeline.settle_seconds:
+            return
+        time.sleep(0.2)
+        new_highs = high_watermarks(pipeline.kafka, topic, highs)
+        # The records of another program in another partition must not lengthen the wait.
+        if any(new_highs[partition] != highs[partition] for partition in short):
+            last_move = time.monotonic()
+        highs = new_highs
+        yield highs
 
 
 def read_staging(spark: SparkSession | Session, plan: PublishPlan) -> OutputBatch:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import heapq
 import json
 import os
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -42,6 +41,7 @@ from zync_assets.lake import archive, raw, storage, stores
 from zync_assets.lake import archive_objects as objects
 from zync_assets.lake.publication import PublishState, commit_publish_state, open_publish_state
 from zync_assets.pipeline import LakeUri, Pipeline
+from zync_assets.publish.plan import settling_highs
 
 WINDOW_RECORDS = 50_000
 WINDOW_BYTES = 32 << 20
@@ -218,7 +218,9 @@ class _Place:
         # 2. After an unclean stop, a crashed producer's records can still surface. Compare what there is.
         verified_end = state.verified_end or 0
         if state.window != verified_end:
-            high = self._stable_high(state.window or 0, high)
+            windows, highs = {self.partition: state.window or 0}, {self.partition: high}
+            *_, highs = settling_highs(self.pipeline, self.topic, windows, highs)
+            high = highs[self.partition]
         if high < verified_end:
             raise DataLoss(
                 f"{self} ends at offset {high}, and held {verified_end}: it lost records. Restore into a new topic."
@@ -259,15 +261,6 @@ class _Place:
         return commit_publish_state(
             self.pipeline.lake, self.pool, state, window=window, verified_end=verified_end, topic_id=self.topic_id
         )
-
-    def _stable_high(self, window: int, high: int) -> int:
-        last_move = time.monotonic()
-        while high < window and time.monotonic() - last_move < self.pipeline.settle_seconds:
-            time.sleep(0.2)
-            new_high = self._high()
-            if new_high != high:
-                high, last_move = new_high, time.monotonic()
-        return high
 
     def _compare(self, archive_records: Iterator[TimedRecord], first: int, end: int) -> None:
         next_offset = first
