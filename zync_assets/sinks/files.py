@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from typing import BinaryIO
 
 import numpy as np
@@ -143,7 +143,7 @@ class FilesTarget(Target):
             nonlocal count
             first_batch = next(batches)
             with pq.ParquetWriter(file, first_batch.schema, compression="zstd") as writer:
-                for batch in _with_first(first_batch, batches):
+                for batch in chain([first_batch], batches):
                     writer.write_batch(batch)
                     offsets = pc.struct_field(batch.column("kafka"), "offset")
                     bounds.extend((offsets[0].as_py(), offsets[-1].as_py()))
@@ -317,11 +317,6 @@ def _parts(batch: pa.RecordBatch, interval: int) -> Iterator[tuple[tuple[int, st
         if first < end:
             micros = int(times[first]) * interval * 1_000_000 if has_time else None
             yield (int(partitions[first]), archive.time_name(micros, interval)), batch.slice(first, end - first)
-
-
-def _with_first(first_batch: pa.RecordBatch, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    yield first_batch
-    yield from batches
 
 
 def _claim(state: ArchiveState, merge: Merge) -> None:

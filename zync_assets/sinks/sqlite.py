@@ -170,8 +170,9 @@ class SqliteTarget(SqlTarget):
         for batch in rows:
             columns = [_stored_values(batch.column(name), name) for name in batch.schema.names]
             statement = str(sa.insert(table).compile(dialect=connection.dialect, column_keys=batch.schema.names))
-            # The columns' own types would convert each value again.
-            connection.exec_driver_sql(statement, list(zip(*columns, strict=True))) if batch.num_rows else None
+            if batch.num_rows:
+                # The columns' own types would convert each value again.
+                connection.exec_driver_sql(statement, list(zip(*columns, strict=True)))
 
     def upserts(
         self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]
