@@ -114,6 +114,7 @@ class Places:
 
 
 def position_at(places: Places, at: int) -> Order:
+    """The own order of the record at a place, which must be valid."""
     return int(places.own[at, 0]), int(places.own[at, 1])
 
 

@@ -225,6 +225,7 @@ def _first_offsets(pipeline: Pipeline, item: Input, topic_state: TopicState, sta
 
 
 def recreation_error(item: Input, topic_state: TopicState) -> TopicRecreated:
+    """The error for an input topic that is another topic than the one that its raw table was made from."""
     return TopicRecreated(
         f"topic {item.topic} is another topic than the one that {item.pool}.{item.topic} was made from (its id is now"
         f" {topic_state.topic_id}): it was deleted and created again.{ANEW}"
@@ -296,4 +297,5 @@ def task_ranges(spark: SparkSession, plan: IngestPlan) -> list[OffsetRange]:
 
 
 def now_millis() -> int:
+    """The present time, in milliseconds since the epoch."""
     return int(time.time() * 1000)

@@ -251,6 +251,7 @@ def replay_name(number: int) -> str:
 
 
 def is_replay(item: DataFile) -> bool:
+    """Whether a replay wrote the file."""
     return item.path.startswith(_REPLAY)
 
 

@@ -133,7 +133,7 @@ def _required_paths(schema: str | None) -> tuple[FieldPath, ...]:
 def encoded_rows(
     outputs: StagedTopic, part: OffsetRange, schemas: set[WrittenSchema] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a range in order, as ENCODED_SCHEMA. ``schemas``: is added the schemas that the rows have, and their ids.
+    """The rows of a range in order, as ENCODED_SCHEMA. ``schemas``: gets the schemas that the rows have, with their ids.
 
     Raises LakeError for a gap in the numbering, or a file that can't be read, and SchemaError for a value that can't be encoded.
     """
@@ -394,4 +394,5 @@ def encode_values(side: SideSchema, values: pa.Array) -> EncodedBatch:
 
 @lru_cache(maxsize=256)
 def encoder_of(side: SideSchema) -> Encoder:
+    """The encoder of a side's values. ``side`` has a schema."""
     return make_encoder(side.format, side.schema, side.schema_id)  # type: ignore[arg-type]

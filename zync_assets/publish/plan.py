@@ -345,10 +345,12 @@ def _check_watermark(topic: str, part: PartitionPlan, recreate: str) -> None:
 
 
 def missing_topic(topic: str) -> TopicMissing:
+    """The error for an output topic that is not there, and that the pipeline file does not let zync create."""
     return TopicMissing(f"topic {topic} is not there. Create it, or add create: to the output.")
 
 
 def foreign_record(topic: str, partition: int, offset: int, recreate: str) -> ForeignRecord:
+    """The error for a record at an offset that is another program's. ``recreate``: the command that publishes all again."""
     return ForeignRecord(
         f"topic {topic}, partition {partition}: the record at offset {offset} is not staging's; another program writes to this"
         f" topic. Nothing more is published. Stop that program, then: {recreate}"

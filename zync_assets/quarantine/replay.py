@@ -75,10 +75,7 @@ class ReplayPlan:
 
 @dataclass(frozen=True)
 class ReplayCommit:
-    """The result of one replay: the number of replayed records, and why the other records stay in quarantine.
-
-    ``reasons``: (partition, offset) → error text.
-    """
+    """The result of one replay: the number of replayed records, and why the other records stay in quarantine."""
 
     topic: str
     records: int
@@ -165,6 +162,7 @@ class Floors:
 
 
 def floors_of(state: RawState, offsets: Offsets) -> dict[int, Floors]:
+    """Partition → the times of its files in the raw table, without those of replays; for the partitions of ``offsets``."""
     floors: dict[int, Floors] = {}
     for partition in offsets:
         files = [item for item in raw.raw_files(state) if item.partition == partition and not raw.is_replay(item)]
