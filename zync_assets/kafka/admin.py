@@ -84,7 +84,14 @@ BETWEEN_LEADERS = {
 class Question:
     """Several requests with one common deadline, and one name for error messages."""
 
-    def __init__(self, kafka: Mapping[str, str], doing: str, timeout: float, needs: Operation = "Describe") -> None:
+    def __init__(
+        self,
+        kafka: Mapping[str, str],
+        doing: str,
+        timeout: float,
+        needs: Operation = "Describe",
+        group: str | None = None,
+    ) -> None:
         self._kafka = kafka
         self._admin = _admin(kafka)
         # Trouble reports wait in a queue. The reports of an earlier question are outdated.
@@ -94,6 +101,7 @@ class Question:
         self.servers = self.connection.servers
         self.doing = doing
         self.needs: Operation = needs
+        self.group = group
         self._began = time.monotonic()
         self._timeout = timeout
         # With several known brokers, another broker can take over.
@@ -125,7 +133,7 @@ class Question:
             result = self.result(future)
         except KafkaException as error:
             self._admin.client.poll(0)
-            problem = self.connection.error(error, self.doing, topic, self.needs)
+            problem = self.connection.error(error, self.doing, topic, self.needs, self.group)
             if error.args and isinstance(error.args[0], ClientError) and error.args[0].code() in BETWEEN_LEADERS:
                 raise BrokerUnavailable(str(problem)) from None
             raise problem from None

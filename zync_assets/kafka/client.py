@@ -257,11 +257,13 @@ class Connection:
         doing: str,
         topic: str | None = None,
         needs: Operation = "Describe",
+        group: str | None = None,
     ) -> KafkaError:
         """librdkafka's error, or what its client raised instead (a ValueError for a property), as one of this package's, for
         the caller to raise.
 
-        ``topic``: what was asked for; ``needs``: the operation on it that an ACL must allow.
+        ``topic``: what was asked for; ``needs``: the operation on it that an ACL must allow; ``group``: the consumer group that
+        was asked for.
         """
         cause = error.args[0] if isinstance(error, KafkaException) and error.args else error
         if not isinstance(cause, ClientError):
@@ -277,17 +279,19 @@ class Connection:
         if topic is not None and cause.code() in UNKNOWN_TOPIC:
             return topic_missing(topic, self.servers)
         if topic is not None and _is_authorization_error(cause):
-            return self._authorization_error(doing, topic, needs)
+            return self._authorization_error(doing, "topic", topic, needs)
+        if group is not None and cause.code() == ClientError.GROUP_AUTHORIZATION_FAILED:
+            return self._authorization_error(doing, "group", group, needs)
         return KafkaError(f"{doing} at {self.servers}: {cause.str()} ({cause.name()})")
 
-    def _authorization_error(self, doing: str, topic: str, needs: Operation) -> NotAuthorized:
+    def _authorization_error(self, doing: str, kind: str, name: str, needs: Operation) -> NotAuthorized:
         """The error for a missing right, with the command that grants it. A user's name is no secret."""
         user = self._kafka.get("sasl.username") or self._kafka.get("sasl.user.name")
         principal = f"User:{user}" if user else "this client's principal"
         return NotAuthorized(
-            f"{doing} at {self.servers}: {principal} may not {needs} topic {topic}; allow it: kafka-acls.sh"
+            f"{doing} at {self.servers}: {principal} may not {needs} {kind} {name}; allow it: kafka-acls.sh"
             f" --bootstrap-server {self.servers} --add --allow-principal {f'User:{user}' if user else 'User:…'}"
-            f" --operation {needs} --topic {topic}"
+            f" --operation {needs} --{kind} {name}"
         )
 
 

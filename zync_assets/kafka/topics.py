@@ -411,13 +411,13 @@ def commit_group_offsets(kafka: Mapping[str, str], group: str, topic: str, offse
 
     Raises KafkaError if the group has members, a partition is missing, or the right to READ the group is missing.
     """
-    ask = Question(kafka, f"committing offsets of {topic} for consumer group {group}", SHORT_WAIT)
+    ask = Question(kafka, f"committing offsets of {topic} for consumer group {group}", SHORT_WAIT, "Read", group)
     places = [TopicPartition(topic, partition, offset) for partition, offset in sorted(offsets.items())]
     request = [ConsumerGroupTopicPartitions(group, places)]
     for _, future in ask(lambda admin, budget: admin.alter_consumer_group_offsets(request, request_timeout=budget)):
         for place in ask.answer(future, topic).topic_partitions:
             if place.error is not None:
-                raise ask.connection.error(place.error, ask.doing, topic)
+                raise ask.connection.error(place.error, ask.doing, topic, ask.needs, group)
 
 
 def _topic_list(topics: Sequence[str]) -> str:

@@ -258,6 +258,20 @@ def test_each_right_that_is_missing_is_named_with_the_cure(make: Callable[[], Sh
     assert done.exit_code == 0, (step, done.stderr, done.exception)
 
 
+def test_the_warning_of_a_consumer_group_names_the_right_to_it(
+    make: Callable[[], Shielded], caplog: pytest.LogCaptureFixture
+) -> None:
+    it = make()
+    it.succeed("produce")
+    it.allow("reader", *RIGHTS["from-kafka"])
+    path = it.file("reader")
+    path.write_text(f"{path.read_text()}consumer-group: {it.prefix}\n")
+    done = CliRunner().invoke(main, ["from-kafka", str(path)])
+    assert done.exit_code == 0, done.stderr
+    said = f"User:reader may not Read group {it.prefix}; allow it: kafka-acls.sh"
+    assert said in caplog.text and f"--operation Read --group {it.prefix}" in caplog.text
+
+
 def test_a_rebuild_and_a_comparison_need_no_right_to_topics_of_their_own(make: Callable[[], Shielded]) -> None:
     """Their scratch pools have outputs under names that no ACL can know."""
     it = make()
