@@ -315,7 +315,7 @@ def _ask(pipeline: Pipeline) -> dict[str, TopicState]:
 
 
 def _open_transaction(pipeline: Pipeline, topic: str, part: PartitionState) -> str:
-    """What waits for an open transaction, and the way on if its producer never ends it."""
+    """The records that wait for an open transaction, and the command that ends the transaction."""
     return (
         f"topic {topic}, partition {part.partition}: a transaction is open. The records from offset {part.end} on come when it"
         f" ends. If its producer is gone for good: kafka-transactions.sh --bootstrap-server {servers(pipeline.kafka)} abort"

@@ -118,7 +118,7 @@ class Frontier:
 
 
 def below(highs: Longs, lows: Longs, order: Order) -> npt.NDArray[np.bool_]:
-    """Which of some orders are below another one."""
+    """Whether each of some orders is below another order."""
     return (highs < order[0]) | ((highs == order[0]) & (lows < order[1]))
 
 

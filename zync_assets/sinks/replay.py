@@ -167,7 +167,7 @@ def _find_overtaken(plan: SinkPlan, session: Session, table_layout: Layout, reco
 
 @dataclass(frozen=True)
 class ReplayTask:
-    """What the task of a replay needs. ``merge``: moves no position; ``overtaken``: records that are too late,
+    """The input of a replay's task. ``merge``: moves no position; ``overtaken``: records that are too late,
     and why they stay."""
 
     sink: Sink

@@ -42,7 +42,7 @@ def leaves(shape: Shape, path: str) -> Iterator[tuple[str, str]]:
 
 
 def edited(shape: AnyShape, edit: Callable[[str], str]) -> AnyShape:
-    """A shape, headers or a condition with other expressions. ``edit``: makes them of the present ones."""
+    """A shape, headers or a condition with ``edit(expression)`` in place of each expression."""
     if isinstance(shape, Mapping):
         fields: Any = {name: edited(part, edit) for name, part in shape.items()}
         return fields
