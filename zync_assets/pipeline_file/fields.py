@@ -38,10 +38,6 @@ _HTTP = re.compile(r"https?://[^\s/]")
 _DURATION = re.compile(r"([0-9]{1,6})\s?([smhdw])")
 
 
-JSON_TEXT = "For the fields of a JSON text, give the input `format: json` and a `schema:`."
-"""The cure where a rule names a field of a text."""
-
-
 def suggestion(word: str, words: Iterable[str]) -> str:
     """``; did you mean `x`?`` or nothing."""
     closest_word = _closest(word, words)

@@ -14,8 +14,9 @@ from zync_assets.errors import Problem, SchemaError
 from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_KINDS, is_orderly
 from zync_assets.pipeline import Format, Input, Pipeline, SideFormat
 from zync_assets.pipeline_file.expressions import SqlProblem, parse
-from zync_assets.pipeline_file.fields import JSON_TEXT, suggestion, word_list
+from zync_assets.pipeline_file.fields import suggestion, word_list
 from zync_assets.pipeline_file.references import lacking_fields, record_type
+from zync_assets.spark.sql import JSON_TEXT
 
 
 def format_problem(sql: str, form: Format, inputs: Mapping[str, Input]) -> str | None:

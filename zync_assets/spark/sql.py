@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 AnyShape = TypeVar("AnyShape", bound=Shape)
 
 
+JSON_TEXT = "For the fields of a JSON text, give the input `format: json` and a `schema:`."
+"""The cure where a rule names a field of a text."""
+
+
 def shape_sql(shape: Shape) -> str:
     """A shape as one Spark SQL expression: a mapping becomes a struct, None a null."""
     if shape is None:

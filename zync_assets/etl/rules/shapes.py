@@ -13,9 +13,8 @@ from zync_assets.codecs.spark_types import original_name, spark_type
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.pipeline import Headers, Shape
-from zync_assets.pipeline_file.fields import JSON_TEXT
 from zync_assets.spark.failures import short
-from zync_assets.spark.sql import leaves, name_sql, shape_sql, text_sql
+from zync_assets.spark.sql import JSON_TEXT, leaves, name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.errors import PySparkException
