@@ -29,10 +29,10 @@ from deltalake import DeltaTable
 from zync_assets import pipeline_file
 from zync_assets.kafka.topics import survey
 from zync_assets.lake.head import Head
+from zync_assets.lake.log import LakeTable
 from zync_assets.lake.raw import open_raw
 from zync_assets.lake.staging import open_staging, staging_state
 from zync_assets.lake.storage import staging_uri
-from zync_assets.lake.tables import open_table
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
 from zync_assets.runner import etl_all, ingest_all, publish_all
@@ -415,7 +415,7 @@ def seen_by_commit(pipeline: Pipeline) -> list[dict[tuple[str, int], int]]:
     uri = staging_uri(pipeline.lake, "Staging")
     found: list[dict[tuple[str, int], int]] = []
     for version in range(DeltaTable(uri).version() + 1):
-        state = staging_state(open_table(uri, version))
+        state = staging_state(LakeTable(uri, DeltaTable(uri, version=version)))
         if state is not None:
             found.append({place: position.seen for place, position in state.head.inputs.items()})
     return found

@@ -242,7 +242,7 @@ def test_the_time_in_an_expression_is_the_carried_time_wherever_batches_are_cut(
     it.send(it.right, row(1), times=[5000])
     it.step()
     run = list(state.files)[1:3]
-    compaction_commit(state.table, [rewrite(state.table.uri, run, state.schema)], [run])
+    compaction_commit(state.table, [rewrite(state.table.uri, run, state.schema, "compact-0")], [run])
     it.send(it.right, row(2), row(3), times=[LATE + 9, 5000])
     it.step()
     micros = [LATE * 1000, (LATE + 7) * 1000, (LATE + 9) * 1000]
@@ -365,9 +365,9 @@ def test_a_batch_opens_each_of_its_tables_once_until_it_is_committed(
     opens, before = Counter[str](), Counter[str]()
     open_table, commit_batch = tables.open_table, staging.commit_batch
 
-    def counted(uri: str, version: int | None = None) -> tables.LakeTable | None:
+    def counted(uri: str) -> tables.LakeTable | None:
         opens[uri] += 1
-        return open_table(uri, version)
+        return open_table(uri)
 
     def committed(*args: Any) -> None:
         before.update(opens)
