@@ -246,13 +246,9 @@ def compact(spark: SparkSession, uri: str, span: int | None = None) -> int:
     if table is None or not runs:
         return 0
     schema, folder = table.schema, f"compact-{uuid.uuid4().hex}"
-    try:
+    with storage.uncommitted(storage.join(uri, folder)):
         files = run_tasks(spark, len(runs), lambda index: compaction.rewrite(uri, runs[index], schema, folder))
         crash_point("compact:written")
-    except BaseException:
-        # Every later commit of the table tries again, as long as the cause lasts.
-        storage.remove_files(storage.join(uri, folder))
-        raise
     compaction.commit(table, files, runs)
     crash_point("compact:committed")
     return sum(len(run) for run in runs)

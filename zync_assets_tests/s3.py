@@ -90,7 +90,7 @@ def serving(folder: Path) -> Generator[S3]:
     with tempfile.TemporaryDirectory() as scratch:
         path, log = Path(scratch, "s3proxy.conf"), Path(scratch, "s3proxy.log")
         path.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
-        # S3Proxy sends its error output to its log, which needs a file of its own.
+        # S3Proxy writes its error output to its log. The log needs a file of its own.
         java = [find_java(), "-Xmx256m", "-XX:TieredStopAtLevel=1", f"-Dorg.slf4j.simpleLogger.logFile={log}"]
         command = [*java, "-cp", f"{jars}/*", "org.gaul.s3proxy.Main", "--properties", path]
         with server_process(command, Path(scratch), Path(scratch, "output"), {}, stop="KILL"):

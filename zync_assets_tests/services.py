@@ -85,7 +85,7 @@ def server_process(
     command: Sequence[str | Path], cwd: Path, log: Path, user: Mapping[str, Any], stop: str = "TERM"
 ) -> Generator[Path]:
     """A process whose output goes to ``log``. The process ends with this one, even if a signal kills this one.
-    ``stop``: the signal that ends it."""
+    ``stop``: the signal that ends the process."""
     script = 'log=$1; shift; "$@" >"$log" 2>&1 </dev/null & server=$!; read _; kill -$0 $server; wait $server'
     # A JVM that begins with an ignored SIGTERM goes on ignoring the signal, and this process may ignore it.
     disposition = signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -68,7 +68,7 @@ def commit_raw(pipeline: Pipeline, batch: RawBatch) -> RawCommit:
     start = time.monotonic()
     plan, item = batch.plan, batch.plan.input
     reading = _reading(pipeline, batch)
-    with reading.uncommitted():
+    with storage.uncommitted(reading.uri, reading.side_uri, prefix=reading.file_prefix):
         # 1. Read, decode and write. No commit names the files yet, so that a kill leaves nothing visible.
         try:
             files = write_plain(reading) if item.shape is None else write_with_shape(pipeline, reading)

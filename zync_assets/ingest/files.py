@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -80,7 +80,7 @@ def _paths(schema: pa.Schema) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class RangeReading:
-    """The offsets of a topic to read, and their source. One Spark task reads each of ``parts``.
+    """The offsets of a topic to read, and their source. Each part of ``parts`` has a Spark task.
 
     ``now``: the time of ingest; ``table``: the raw table's present columns; ``attempt``: the number in the names of the new
     files; ``times``, ``orders``: partition → the highest time and order of the records before the batch. ``orders`` is None for a
@@ -110,16 +110,6 @@ class RangeReading:
     def file_prefix(self) -> str:
         """The prefix of the names of all new files."""
         return quarantine_table.file_name(self.attempt)
-
-    @contextmanager
-    def uncommitted(self) -> Generator[None]:
-        """Removes the attempt's files if the block fails. Nothing commits the files, and each new attempt would add others."""
-        try:
-            yield
-        except BaseException:
-            for uri in (self.uri, self.side_uri):
-                storage.remove_files(uri, self.file_prefix)
-            raise
 
 
 @dataclass(frozen=True)

@@ -313,6 +313,18 @@ def remove_files(uri: str, prefix: str = "") -> None:
                 system.delete_file(join(path, name))
 
 
+@contextmanager
+def uncommitted(*uris: str, prefix: str = "") -> Generator[None]:
+    """A step that writes files below some folders, before their commit. If the step fails, the files are removed: a failed step
+    is repeated as long as its cause lasts, and each repetition writes others. ``prefix``: as in ``remove_files``."""
+    try:
+        yield
+    except BaseException:
+        for uri in uris:
+            remove_files(uri, prefix)
+        raise
+
+
 def remove_folder(uri: str) -> None:
     """Remove a folder and its contents. The log of a table is removed first: a folder without a log is no table."""
     system, path = filesystem(uri)

@@ -145,9 +145,9 @@ class PostgresTarget(SqlTarget):
     @contextmanager
     def merging(self, merge: Merge) -> Generator[Connection]:
         with super().merging(merge) as connection:
-            if (self.url, merge.spec.name) in _locked_tables:
-                connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_AGAIN_SECONDS}s'")
             place = self.url, merge.spec.name
+            if place in _locked_tables:
+                connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_AGAIN_SECONDS}s'")
             if any(load.removes for load in merge.loads) and place not in _watched_tables:
                 watch_cascade(connection, merge.spec.name, _sql_name(merge.spec), empties=False)
                 _watched_tables.add(place)

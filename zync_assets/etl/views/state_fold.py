@@ -120,7 +120,7 @@ def fold(spark: SparkSession, state: StagingState) -> int:
     if not folds:
         return 0
     added_files: list[DataFile] = []
-    try:
+    with storage.uncommitted(storage.join(uri, folder)):
         small = [item for item in folds if item.is_small]
         by_arrow = run_tasks(spark, len(small), lambda at: small[at].by_arrow())
         files_by_folder = {item.folder: new_files for item, new_files in zip(small, by_arrow, strict=True)}
@@ -131,10 +131,7 @@ def fold(spark: SparkSession, state: StagingState) -> int:
             added_files += [*new_files.rows, *indexes]
         removed_files = [[*item.due.rows, *indexes_of(item.files, item.due.versions)] for item in folds]
         crash_point("fold:written")
-    except BaseException:
-        storage.remove_files(storage.join(uri, folder))
-        raise
-    # After an error of the commit, the log may name the files.
+    # Not in the block: after an error of the commit, the log may name the files.
     compaction.commit(state.table, added_files, removed_files)
     crash_point("fold:committed")
     return sum(map(len, removed_files))
