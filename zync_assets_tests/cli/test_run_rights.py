@@ -30,6 +30,7 @@ from dagster import DagsterInstance
 from zync_assets.assets import sensor
 from zync_assets.assets.facts import TickFailure
 from zync_assets.assets.names import Names
+from zync_assets.assets.runs import LASTS_SECONDS
 from zync_assets.cli.main import main
 from zync_assets.kafka.topics import create_topic, high_watermark, topic_states
 from zync_assets.pipeline_file import load
@@ -336,7 +337,7 @@ def test_topics_that_may_not_be_described_stop_neither_a_run_nor_a_tick(make: Ca
         result = sensor.evaluate(names, instance, None, 0.0)
         assert names.ingest_job(left) in {request.job_name for request in result.run_requests or ()}
         with pytest.raises(TickFailure) as red:
-            sensor.evaluate(names, instance, result.cursor, 60.0)
+            sensor.evaluate(names, instance, result.cursor, LASTS_SECONDS)
     for topic in (right, denied):
         assert f"User:owner may not Describe topic {topic}; allow it: kafka-acls.sh" in str(red.value)
 
