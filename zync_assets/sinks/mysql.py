@@ -39,11 +39,11 @@ from zync_assets.sinks.fold import DELETE, OP, REPLACE
 from zync_assets.sinks.mysql_types import (
     TEXTS,
     digits_of,
+    foreign_key_drops,
     holds,
     read_value,
     signed_bits,
     stored_values,
-    watch_cascade,
 )
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import (
@@ -120,9 +120,6 @@ _COLLATIONS = sa.text(
     "SELECT column_name, collation_name FROM information_schema.columns WHERE table_schema = :schema AND table_name = :name"
 )
 
-_watched_tables: set[tuple[str, str]] = set()
-"""URLs and names of the tables from which this process deleted rows."""
-
 
 class MysqlTarget(SqlTarget):
     """A database of a MySQL or MariaDB server."""
@@ -195,17 +192,15 @@ class MysqlTarget(SqlTarget):
     def merging(self, merge: Merge) -> Generator[Connection]:
         if not merge.clear:
             with super().merging(merge) as connection:
-                place = self.url, merge.spec.name
-                if any(load.removes for load in merge.loads) and place not in _watched_tables:
-                    watch_cascade(connection, merge.spec, empties=False)
-                    _watched_tables.add(place)
                 yield connection
             return
         # Positions that are not there are locked too: no first batch can begin, or be committed, while the table is emptied.
         new_connection = self.engine().connect().execution_options(isolation_level="REPEATABLE READ")
         with self.errors(), new_connection as connection, connection.begin():
-            watch_cascade(connection, merge.spec, empties=True)
             yield connection
+
+    def cascades(self, connection: Connection, spec: TableSpec) -> Sequence[str]:
+        return foreign_key_drops(connection, spec)
 
     def create_book(self, connection: Connection) -> None:
         for table in BOOK.sorted_tables:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime, timedelta
@@ -17,12 +16,10 @@ from sqlalchemy.engine import Connection
 
 from zync_assets.codecs.evolution import bits_number, number_bits
 from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, ZONED_TIMESTAMP
-from zync_assets.errors import SinkError, TargetRefused
-from zync_assets.sinks.sql_types import CASCADES, CASCADES_CURE, DIGITS, SqlType, fitting, with_single_percents
+from zync_assets.errors import TargetRefused
+from zync_assets.sinks.sql_types import DIGITS, SqlType, fitting, with_single_percents
 from zync_assets.sinks.sql_types import holds as standard_holds
 from zync_assets.sinks.target import Column, TableSpec, named
-
-_log = logging.getLogger(__name__)
 
 _BITS: tuple[tuple[type[SqlType], int], ...] = (
     (mysql.TINYINT, 8),
@@ -221,14 +218,10 @@ def read_value(value: Any, column: Column) -> Any:
     return Decimal(value) if isinstance(value, int) and kinds.is_decimal(kind) else value
 
 
-def watch_cascade(connection: Connection, spec: TableSpec, *, empties: bool) -> None:
-    """If deletes of a table also delete or change rows of other tables: SinkError before the table is emptied, else a warning."""
+def foreign_key_drops(connection: Connection, spec: TableSpec) -> list[str]:
+    """The statements that drop the foreign keys by which deletes of a table change rows of other tables."""
     name, schema = named(spec)
     quote = connection.dialect.identifier_preparer.quote_identifier
     keys = connection.execute(_CASCADES, {"name": name, "schema": schema}).all()
     drops = [f"ALTER TABLE {quote(s)}.{quote(table)} DROP FOREIGN KEY {quote(key)};" for s, table, key in keys]
-    drops = [with_single_percents(item, connection.dialect) for item in drops]
-    if drops and empties:
-        raise SinkError("\n".join([f"to empty the table {CASCADES}. {CASCADES_CURE}", *drops]))
-    if drops:
-        _log.warning("%s", "\n".join([f"table {spec.name}: a delete {CASCADES}. {CASCADES_CURE}", *drops]))
+    return [with_single_percents(item, connection.dialect) for item in drops]

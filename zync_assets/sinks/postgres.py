@@ -42,6 +42,7 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import SinkError, TableLocked, TargetRefused, TargetUnavailable
 from zync_assets.pipeline import Evolve
 from zync_assets.sinks.postgres_dialect import (
+    CASCADES,
     NAMED_TYPES,
     NamedType,
     base_type,
@@ -54,7 +55,6 @@ from zync_assets.sinks.postgres_dialect import (
     missing_rights,
     own_type_holds,
     read_value,
-    watch_cascade,
 )
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import (
@@ -97,8 +97,6 @@ _LOOSE = sa.text(
 )
 """Constraints that ON CONFLICT does not take, and columns of a key that take texts for equal that differ."""
 
-_watched_tables: set[tuple[str, str]] = set()
-"""URLs and names of the tables from which this process deleted rows."""
 _locked_tables: set[tuple[str, str]] = set()
 """URL and name of each table whose last merge ended at a lock."""
 _AGAIN_SECONDS = 1
@@ -148,10 +146,10 @@ class PostgresTarget(SqlTarget):
             place = self.url, merge.spec.name
             if place in _locked_tables:
                 connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_AGAIN_SECONDS}s'")
-            if any(load.removes for load in merge.loads) and place not in _watched_tables:
-                watch_cascade(connection, merge.spec.name, _sql_name(merge.spec), empties=False)
-                _watched_tables.add(place)
             yield connection
+
+    def cascades(self, connection: Connection, spec: TableSpec) -> Sequence[str]:
+        return connection.execute(CASCADES, {"table": _sql_name(spec)}).scalars().all()
 
     def is_native(self, kind: pa.DataType) -> bool:
         if pa.types.is_list(kind):
@@ -287,7 +285,6 @@ class PostgresTarget(SqlTarget):
             # No statement sees the positions and rows of a first batch that is under way. The lock waits for each transaction
             # that has claimed positions, and blocks new transactions.
             connection.exec_driver_sql(f"LOCK TABLE {POSITIONS.name} IN EXCLUSIVE MODE")
-            watch_cascade(connection, merge.spec.name, _sql_name(merge.spec), empties=True)
         super()._lock_positions(connection, merge)
 
     # ---- a batch without load tables

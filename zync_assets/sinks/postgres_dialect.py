@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import decimal
 import json
-import logging
 import re
 import struct
 from base64 import b64decode, b64encode
@@ -34,10 +33,8 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.evolution import bits_number, number_bits, variable_decimal
 from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, POINT, VARIABLE_DECIMAL, ZONED_TIME, ZONED_TIMESTAMP
 from zync_assets.codecs.fields import TSVECTOR as TSVECTOR_NOTE
-from zync_assets.errors import SinkError, TargetRefused
+from zync_assets.errors import TargetRefused
 from zync_assets.sinks.sql_types import (
-    CASCADES,
-    CASCADES_CURE,
     POSITIONS,
     QUARANTINE,
     SqlType,
@@ -45,8 +42,6 @@ from zync_assets.sinks.sql_types import (
     with_single_percents,
 )
 from zync_assets.sinks.target import Column
-
-_log = logging.getLogger(__name__)
 
 _LOGIN_ERRORS: Mapping[str, str] = {
     "certificate verify failed": "Name the file of its CA in the url, ?sslrootcert=FILE; sslmode=require would trust any server.",
@@ -63,7 +58,7 @@ _STATEMENT_ERRORS: Mapping[str, str] = {
     "in a read-only transaction": "The server is a standby, or set to read only: write the primary's address in the url.",
 }
 """Texts of failed statements that no waiting cures → the cure."""
-_CASCADES = sa.text(
+CASCADES = sa.text(
     """
 SELECT format('ALTER TABLE %s DROP CONSTRAINT %I;', conrelid::regclass, conname) FROM pg_constraint
 WHERE contype = 'f' AND confdeltype IN ('c', 'n', 'd') AND conparentid = 0 AND conrelid <> confrelid
@@ -330,13 +325,3 @@ def _arrays(column: pa.Array) -> pa.Array:
 
 def _item(text: str | None) -> str:
     return "NULL" if text is None else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def watch_cascade(connection: Connection, name: str, table: str, *, empties: bool) -> None:
-    """If deletes of a table also delete or change rows of other tables: SinkError before the table is emptied, else a warning.
-    ``name`` and ``table``: the table's name as the pipeline file has it, and as SQL writes it."""
-    drops = connection.execute(_CASCADES, {"table": table}).scalars().all()
-    if drops and empties:
-        raise SinkError("\n".join([f"to empty the table {CASCADES}. {CASCADES_CURE}", *drops]))
-    if drops:
-        _log.warning("%s", "\n".join([f"table {name}: a delete {CASCADES}. {CASCADES_CURE}", *drops]))

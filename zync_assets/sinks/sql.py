@@ -42,6 +42,7 @@ from zync_assets.sinks.sql_types import (
     past_writers,
     place_values,
     read_progress,
+    refuse_cascades,
     refuse_creation,
     sql_text,
     standard_type,
@@ -173,26 +174,21 @@ class SqlTarget(Target):
             return sa.inspect(connection).has_table(*named(spec))
 
     def past_places(self, place: Place, spec: TableSpec, origin: str, writers: Mapping[Place, bool]) -> Sequence[Place]:
-        has_topic = any(item.field == "kafka.topic" for item in spec.columns)
+        topic_columns = [item.name for item in spec.columns if item.field == "kafka.topic"]
         with self.connection() as connection:
             places = past_writers(connection, place, origin, writers)
-            if any(not item.sink for item in places) and not (has_topic and self.is_atomic):
+            if not places or (any(not item.sink for item in places) and not (topic_columns and self.is_atomic)):
                 return []
-            return places if places and self._has_records(connection, place, spec) else []
+            # A table without a column for the topic: any row counts.
+            table = self._reflect_table(connection, spec)
+            conditions = [table.c[name] == place.source.partition(".")[2] for name in topic_columns]
+            query = sa.select(sa.literal(1)).select_from(table).where(*conditions).limit(1)
+            return places if connection.execute(query).first() is not None else []
 
     def padded(self, spec: TableSpec) -> frozenset[str]:
         with self.connection() as connection:
-            return frozenset(
-                column.name for column in self._reflect_table(connection, spec).c if is_padded(column.type)
-            )
-
-    def _has_records(self, connection: Connection, place: Place, spec: TableSpec) -> bool:
-        """Whether the table has a record of a source. A table without a column for the topic: whether it has a row."""
-        table = self._reflect_table(connection, spec)
-        topic = place.source.partition(".")[2]
-        conditions = [table.c[item.name] == topic for item in spec.columns if item.field == "kafka.topic"]
-        query = sa.select(sa.literal(1)).select_from(table).where(*conditions).limit(1)
-        return connection.execute(query).first() is not None
+            columns = self._reflect_table(connection, spec).c
+            return frozenset(column.name for column in columns if is_padded(column.type))
 
     def lock(self, query: sa.Select[Any]) -> sa.Select[Any]:
         """A query of positions that lets no other run go on until the transaction ends."""
@@ -239,6 +235,8 @@ class SqlTarget(Target):
             self._lock_positions(connection, merge)
             # 2. The data, one load table after the other: no key is in two of them.
             table = self._reflect_table(connection, merge.spec) if merge.loads or merge.clear else None
+            if merge.clear or any(load.removes for load in merge.loads):
+                refuse_cascades(merge.spec.name, self.cascades(connection, merge.spec))
             if merge.clear and table is not None:
                 self.delete(connection, table)
                 for place in merge.cleared:
@@ -252,6 +250,10 @@ class SqlTarget(Target):
             crash_point("sink:merging")
         crash_point("sink:merged")
         self.drop([load.name for load in merge.loads])
+
+    def cascades(self, connection: Connection, spec: TableSpec) -> Sequence[str]:
+        """The statements that drop the foreign keys by which a delete changes rows of other tables."""
+        return ()
 
     def delete(self, connection: Connection, table: sa.Table, *where: sa.ColumnElement[bool]) -> None:
         """Remove rows of a table; all rows without a condition."""
@@ -434,17 +436,15 @@ class SqlTarget(Target):
                 name: sa.case((sa.func.substr(rows.c[SET], at + 1, 1) != "0", rows.c[name]), else_=table.c[name])
                 for at, name in enumerate(other_names)
             }
-            connection.execute(
-                sa.update(table).where(is_same_key, rows.c[OP].in_([UPSERT, UPDATE]), is_partial).values(values)
-            )
+            is_change = sa.and_(is_same_key, rows.c[OP].in_([UPSERT, UPDATE]), is_partial)
+            connection.execute(sa.update(table).where(is_change).values(values))
             is_new = ~sa.exists(sa.select(sa.literal(1)).select_from(table).where(is_same_key).correlate(rows))
             is_insert = sa.and_(is_partial, rows.c[OP].in_([UPSERT, REPLACE]), is_new)
             for (shape,) in connection.execute(sa.select(rows.c[SET]).where(is_insert).distinct()).all():
                 set_names = [*spec.key, *(name for name, mark in zip(other_names, shape, strict=True) if mark == "1")]
                 query = sa.select(*(rows.c[name] for name in set_names)).where(rows.c[SET] == shape, is_insert)
                 connection.execute(sa.insert(table).from_select(set_names, query))
-        complete_rows = sa.select(*(rows.c[name] for name in (*spec.key, *other_names)))
-        for statement in self.upserts(
-            table, complete_rows.where(rows.c[OP] != DELETE, ~is_partial), spec.key, other_names
-        ):
+        row_columns = [rows.c[name] for name in (*spec.key, *other_names)]
+        complete_rows = sa.select(*row_columns).where(rows.c[OP] != DELETE, ~is_partial)
+        for statement in self.upserts(table, complete_rows, spec.key, other_names):
             connection.execute(statement)

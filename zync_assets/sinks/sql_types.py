@@ -363,12 +363,12 @@ def refuse_creation(connection: sa.Connection, name: str, table: sa.Table, *, cr
     raise TableUnfit(f"table {name} is not there. Set create: true, or run:\n" + "\n".join(ddl))
 
 
-CASCADES = (
-    "also deletes or changes rows of other tables, by the ON DELETE of foreign keys, and no record writes them again"
-)
-CASCADES_CURE = "Take the foreign keys away, or switch them off in the url, and go on:"
-PRIMARY = "PRIMARY"
-"""MySQL's name of each primary key."""
+def refuse_cascades(name: str, drops: Sequence[str]) -> None:
+    """TableUnfit if deletes change rows of other tables. ``drops``: statements that drop the foreign keys that do so."""
+    words = "also deletes or changes rows of other tables, by the ON DELETE of foreign keys. No record writes these rows again"
+    if drops:
+        cure = "Drop the foreign keys, or switch them off in the url:"
+        raise TableUnfit("\n".join([f"table {name}: a delete {words}. {cure}", *drops]))
 
 
 def missing_key(connection: Connection, table: sa.Table, key: Sequence[str], unfit: Collection[str] = ()) -> str | None:
@@ -378,8 +378,8 @@ def missing_key(connection: Connection, table: sa.Table, key: Sequence[str], unf
     """
     inspector, place = sa.inspect(connection), (table.name, table.schema)
     primary = inspector.get_pk_constraint(*place)
-    # Each batch asks. The queries below take longer than a small batch.
-    if set(key) == set(primary["constrained_columns"]) and (primary["name"] or PRIMARY) not in unfit:
+    # Each batch asks. The queries below take longer than a small batch. MySQL's primary keys have the name PRIMARY.
+    if set(key) == set(primary["constrained_columns"]) and (primary["name"] or "PRIMARY") not in unfit:
         return None
     if table.name in inspector.get_view_names(table.schema):
         return "it is a view; name the view's table with table:"
