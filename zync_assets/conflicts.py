@@ -18,6 +18,7 @@ from zync_assets.errors import (
     SparkLost,
     SparkUnavailable,
     TargetUnavailable,
+    TopicMissing,
     TrustError,
     ZyncError,
 )
@@ -30,8 +31,17 @@ CONFLICTS = 5
 EVERYWHERE = (RegistryUnavailable, SetupError, TrustError)
 """Errors that every topic and every pool would have."""
 
-PASSING = (BrokerUnavailable, RegistryUnavailable, LakeUnavailable, SparkUnavailable, SparkLost, TargetUnavailable)
-"""Errors that may pass by themselves: the command ``run`` waits them out."""
+PASSING = (
+    BrokerUnavailable,
+    RegistryUnavailable,
+    LakeUnavailable,
+    SparkUnavailable,
+    SparkLost,
+    TargetUnavailable,
+    TopicMissing,
+)
+"""Errors that may pass by themselves: the command ``run`` waits them out. Debezium creates the topic of a table with the table's
+first record."""
 
 T = TypeVar("T")
 P = TypeVar("P")

@@ -17,7 +17,7 @@ import click
 from zync_assets import runner
 from zync_assets.cli.terminal import DURATION, TOPIC, Format, excerpt, format_option, harmless, print_json, print_rows
 from zync_assets.conflicts import PASSING, notes_of, raise_first
-from zync_assets.errors import LeaderMissing, SparkLost, ZyncError
+from zync_assets.errors import LeaderMissing, SparkLost, TopicMissing, ZyncError
 from zync_assets.etl.plan import EtlCommit
 from zync_assets.etl.retries import Retry
 from zync_assets.ingest.commit import RawCommit
@@ -267,11 +267,12 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
         if until_idle or losses >= MOST_LOSSES or not all(isinstance(error, PASSING) for error in troubles):
             # The steps after a failed one have had their turn by now.
             raise_first(troubles)
-        if all(isinstance(error, LeaderMissing) for error in troubles):
-            # Partitions with a leader continue at their usual pace.
+        if all(isinstance(error, (LeaderMissing, TopicMissing)) for error in troubles):
+            # Other topics, and partitions with a leader, continue at their usual pace.
             back_off = POLL_SECONDS
             if troubles and time.monotonic() - last_warning >= MAX_BACK_OFF:
-                _warn(troubles[0], "Trying again.")
+                for error in troubles:
+                    _warn(error, "Trying again.")
                 last_warning = time.monotonic()
         else:
             _warn(troubles[0], f"Trying again in {back_off:.0f} s.")

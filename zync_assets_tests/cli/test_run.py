@@ -18,6 +18,7 @@ from zync_assets.cli.main import main
 from zync_assets.conflicts import raise_first
 from zync_assets.errors import LakeError, LakeUnavailable, SparkLost, SparkUnavailable, ZyncError
 from zync_assets.kafka import topics
+from zync_assets.kafka.topics import create_topic
 from zync_assets.local.services import Services
 from zync_assets_tests.mini import BOTH, JOIN, mini, read_topic, row
 
@@ -214,6 +215,46 @@ def test_a_missing_raw_file_stops_its_pool_alone_and_is_said_with_table_and_cure
     result = CliRunner().invoke(main, ["run", str(it.pipeline.path), "--until-idle", "--format", "json"])
     assert result.exit_code == 0
     assert zync() == [("etl", "Staging", 2), ("publish", it.out, 2)]
+
+
+LATER = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: json, schema: "op string, id bigint, v string"}
+  - {topic: $out.later, pool: Raw, key-format: string, value-format: json, schema: "op string, id bigint, v string"}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+transforms:
+  - {name: a, type: stateless, in: $left, out: $out, key: in.key, value: {v: in.value.v}}
+  - {name: b, type: stateless, in: $out.later, out: $out, key: in.key, value: {v: in.value.v}}
+"""
+
+
+def test_a_run_goes_on_without_a_topic_that_is_not_there_yet(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = mini(services, spark, tmp_path, unique, LATER)
+    later = f"{it.out}.later"
+    it.send(it.left, row(1, "first"))
+    sleeps = 0
+
+    def sleep(*given: object) -> None:
+        """The pipeline is idle, but for the missing topic."""
+        nonlocal sleeps
+        sleeps += 1
+        if sleeps == 1:
+            it.send(it.left, row(2, "second"))
+        elif sleeps == 2:
+            create_topic(it.pipeline.kafka, later, 1, 1, {})
+            it.send(later, row(3, "third"))
+
+    monkeypatch.setattr(run, "_stop_on_signals", lambda: lambda: sleeps == 3)
+    monkeypatch.setattr(run, "_sleep", sleep)
+    result = CliRunner().invoke(main, ["run", str(it.pipeline.path)])
+    assert (result.exit_code, result.stderr) == (
+        0,
+        f"warning: topic {later} is not there. Create it, or take it out of inputs. Trying again.\n",
+    )
+    assert [value["v"] for value in it.values()] == ["first", "second", "third"]
 
 
 TWO = """
