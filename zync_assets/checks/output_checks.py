@@ -22,7 +22,16 @@ from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done
 from zync_assets.checks import raw_checks
 from zync_assets.checks.sink_checks import sink_results
 from zync_assets.codecs.arrays import pc
-from zync_assets.errors import KafkaError, LakeError, SchemaError, TableDamaged
+from zync_assets.conflicts import EVERYWHERE, PASSING, raise_first
+from zync_assets.errors import (
+    KafkaError,
+    LakeError,
+    LeaderMissing,
+    SchemaError,
+    TableDamaged,
+    TopicMissing,
+    ZyncError,
+)
 from zync_assets.ingest.plan import absent_error
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermarks, is_compacted, topic_states
@@ -376,8 +385,10 @@ def _differs(left: pa.ChunkedArray, right: pa.ChunkedArray) -> np.ndarray:
 def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
     """The results one by one, in the order of ``each_check``. _THREADS checks run at one time.
 
-    The lake keeps the results of blocking checks. Raises ZyncError where a check can't look.
+    The lake keeps the results of blocking checks. Where a check can't look, raises ZyncError after the other results. An error
+    that each further check would wait for, such as a broker's outage, is raised at once.
     """
+    troubles: list[ZyncError] = []
     work = [(Future[CheckResult](), check) for check in each_check(pipeline)]
     results = [result for result, _ in work]
     # The last checks take longest: they compare the content of topics. Threads share the iterator, whose step is atomic.
@@ -394,11 +405,20 @@ def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
     for _ in range(_THREADS):
         Thread(target=run, daemon=True).start()
     try:
-        yield from (result.result() for result in results)
+        for result in results:
+            try:
+                yield result.result()
+            except (LeaderMissing, TopicMissing) as error:
+                troubles.append(error)
+            except (*PASSING, *EVERYWHERE):
+                raise
+            except ZyncError as error:
+                troubles.append(error)
     finally:
         # The threads start no further check.
         work.clear()
     yield from sink_results(pipeline)
+    raise_first(troubles)
 
 
 def each_check(pipeline: Pipeline) -> list[Callable[[], CheckResult]]:

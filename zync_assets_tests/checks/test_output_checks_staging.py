@@ -6,15 +6,19 @@ import re
 import shutil
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
-from zync_assets.checks import output_checks
+from zync_assets.checks import output_checks, raw_checks
 from zync_assets.checks.output_checks import accept_source_order, each_check, pending_age, run_all, source_order
+from zync_assets.errors import TopicMissing
+from zync_assets.kafka.topics import TopicState
 from zync_assets.lake import raw, staging, tables
 from zync_assets.lake.check_results import CheckResult
 from zync_assets.lake.staging import StagingState
@@ -50,6 +54,23 @@ def test_all_checks_run_side_by_side_and_report_in_the_order_of_the_datas_way(ch
     assert [(item.name, item.subject) for item in run_all(chain.pipeline)] == [
         (item.name, item.subject) for item in alone
     ]
+
+
+def test_a_check_that_cant_look_at_its_topic_holds_up_no_other_check(
+    chain: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [(item.name, item.subject) for item in run_all(chain.pipeline)]
+    real = raw_checks.led_state
+
+    def state(kafka: Mapping[str, str], topic: str, patience: float) -> TopicState | None:
+        return None if topic == chain.status else real(kafka, topic, patience)
+
+    monkeypatch.setattr(raw_checks, "led_state", state)
+    results = run_all(chain.pipeline)
+    others = [name for name in alone if name != ("no_unexplained_loss", f"Raw/{chain.status}")]
+    assert [(item.name, item.subject) for item in islice(results, len(others))] == others
+    with pytest.raises(TopicMissing, match=f"topic {chain.status} is gone"):
+        next(results)
 
 
 def coverage(chain: Chain) -> CheckResult:
