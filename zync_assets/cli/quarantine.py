@@ -287,10 +287,10 @@ def _record_details(pipeline: Pipeline, record: QuarantinedRecord, fmt: Format) 
         sides = {name: fields.get(name) for name in columns}
     else:
         rows = python_rows(entries(state, snapshot.quarantine(record.topic), ["key", "value"]))
-        fields = next(row for row in rows if (row["partition"], row["offset"]) == record.place[1:])
+        fields = next((row for row in rows if (row["partition"], row["offset"]) == record.place[1:]), {})
         sides = {}
         for name in ("key", "value"):
-            sides |= _bytes(name, fields[name], fmt)
+            sides |= _bytes(name, fields.get(name), fmt)
     return details | sides | {"headers": _headers(fields.get("kafka") or {}, fmt)}
 
 

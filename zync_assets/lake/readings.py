@@ -59,14 +59,17 @@ class Reading:
 
 
 def read_readings(lake: str, pool: str) -> list[Reading]:
-    """The kept readings of a raw pool's topics, the earliest first; none where the object is missing or damaged."""
-    system, path = storage.filesystem(storage.readings_uri(lake, pool))
-    try:
-        with system.open_input_file(path) as file:
-            rows = json.loads(file.read())
-        return [_parse_row(item) for item in rows]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return []
+    """The kept readings of a raw pool's topics, the earliest first; none where the object is missing or damaged. LakeError if
+    the object can't be read."""
+    uri = storage.readings_uri(lake, pool)
+    system, path = storage.filesystem(uri)
+    with storage.access_errors(uri, "can't be read"):
+        try:
+            with system.open_input_file(path) as file:
+                rows = json.loads(file.read())
+            return [_parse_row(item) for item in rows]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return []
 
 
 def keep_reading(lake: str, pool: str, reading: Reading, delay: float, limit: float = math.inf) -> list[Reading]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from zync_assets.errors import LakeError
 from zync_assets.lake import storage
 from zync_assets.lake.readings import MOST, Reading, TopicEnds, are_confirmed, keep_reading, read_readings, thinned
 
@@ -40,6 +43,13 @@ def test_a_damaged_object_is_no_reading_and_is_replaced(tmp_path: Path) -> None:
     Path(storage.readings_uri(lake, "Raw")).write_text('[{"began": 1')
     assert read_readings(lake, "Raw") == []
     assert keep_reading(lake, "Raw", reading(2, 7), 1) == [reading(2, 7)]
+
+
+def test_an_object_that_cant_be_read_is_an_error(tmp_path: Path) -> None:
+    uri = storage.readings_uri(str(tmp_path), "Raw")
+    Path(uri).mkdir(parents=True)
+    with pytest.raises(LakeError, match=f"file {uri} can't be read: "):
+        read_readings(str(tmp_path), "Raw")
 
 
 def test_quiet_topics_write_nothing(tmp_path: Path) -> None:
