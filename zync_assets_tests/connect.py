@@ -96,7 +96,7 @@ def postgres() -> Generator[Postgres]:
         root = os.getuid() == 0
         if root:
             os.chown(home, NOBODY, NOBODY)
-        user = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if root else {}
+        user: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if root else {}
         made = [home / "bin/initdb", "-D", home / "data", "-U", "postgres", "--auth=trust", "-E", "UTF8", "--no-sync"]
         subprocess.run(made, check=True, capture_output=True, cwd=home, **user)
         found = Postgres(free_port())

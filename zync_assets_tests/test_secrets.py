@@ -200,7 +200,7 @@ def _fill(secured: Secured, topic: str) -> None:
     plain = secured.ways["PLAINTEXT"]
     create_topic(plain, topic, 1, 1, {})
     id = Registry(RegistryConfig(secured.services.registry_url)).register(f"{topic}-value", json.dumps(SCHEMA))
-    producer = Producer(plain)
+    producer = Producer(plain)  # pyright: ignore[reportCallIssue]
     for number in range(20):
         producer.produce(topic, framed(id, SCHEMA, {"id": number}), f"k{number}")
     assert producer.flush(10) == 0

@@ -57,7 +57,7 @@ ORDER = record(
 
 def orders(numbers: np.ndarray[Any, Any]) -> pa.Array:
     """Values of ORDER: 8 fields, some 60 bytes."""
-    items = pa.array(np.where(numbers % 5 == 0, None, _CITIES[numbers % 8]), pa.string())
+    items = pa.array(np.where(numbers % 5 == 0, None, _CITIES[numbers % 8]), pa.string())  # pyright: ignore[reportCallIssue]
     columns = [
         pa.array(numbers, pa.int64()),
         texts("customer ", numbers % 10_007),

@@ -333,12 +333,12 @@ def test_confluents_own_serializers_speak_the_same(services: Services, unique: s
     schema = json.dumps(V2)
     value = {"id": 5, "name": "n", "place": {"zip": "z"}, "since": -1}
     context = SerializationContext(unique, MessageField.VALUE)
-    theirs = AvroSerializer(client, schema, conf=BY_TOPIC)(value, context)
+    theirs = AvroSerializer(client, schema, conf=BY_TOPIC)(value, context)  # pyright: ignore[reportCallIssue]
     schema_id = client.get_latest_version(f"{unique}-value").schema_id
     decoded = avro({schema_id: V2}).decode(pa.array([theirs]))
     assert decoded.values.to_pylist() == [value]
     ours = make_encoder("avro", schema, schema_id).encode(decoded.values).payloads[0].as_py()
-    assert AvroDeserializer(client, conf=BY_TOPIC)(ours, context) == value
+    assert AvroDeserializer(client, conf=BY_TOPIC)(ours, context) == value  # pyright: ignore[reportCallIssue]
 
 
 def no_schemas(_: int) -> str:

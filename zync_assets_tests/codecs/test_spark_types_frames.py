@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -19,7 +19,8 @@ def test_values_and_types_are_kept_and_no_python_reads_them(spark: SparkSession)
     frame = rows_frame(spark, SCHEMA, rows)
     assert [tuple(row) for row in frame.collect()] == rows
     assert [kind for _, kind in frame.dtypes] == ["string", "int", "bigint", "double"]
-    assert "LocalTableScan" in frame._jdf.queryExecution().executedPlan().toString()
+    plan: Any = frame._jdf
+    assert "LocalTableScan" in plan.queryExecution().executedPlan().toString()
 
 
 def test_no_rows_have_types_too(spark: SparkSession) -> None:

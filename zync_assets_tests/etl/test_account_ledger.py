@@ -154,7 +154,7 @@ def test_a_pending_record_leaves_the_rule_that_took_it() -> None:
         found = Sources(pa.RecordBatch.from_pylist([row], pa.schema(types)))
         facts = [fact(one, labels) for one in counts(found)]
         assert [(each.rule, each.taker or each.rule) for each in facts if each.old] == [
-            (labels.rules[row["rule"]], "join")
+            (labels.rules[row["rule"]], "join")  # pyright: ignore[reportCallIssue]
         ]
         assert [(each["kind"], each["rule"]) for each in account.entries(found, labels).to_pylist()] == [
             ("completed", "join")

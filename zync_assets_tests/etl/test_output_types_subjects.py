@@ -51,7 +51,7 @@ def test_subjects_are_named_as_the_file_says(
     registry = Registry(RegistryConfig(services.registry_url))
     assert {f"{it.out}-key", subject} <= set(registry.subjects())
     assert f"{it.out}-value" not in registry.subjects()
-    read = AvroDeserializer(SchemaRegistryClient({"url": services.registry_url}))
+    read = AvroDeserializer(SchemaRegistryClient({"url": services.registry_url}))  # pyright: ignore[reportCallIssue]
     ((_, key, value),) = read_topic(it.pipeline, it.out)
     sides: list[tuple[bytes | None, Any]] = [(key, MessageField.KEY), (value, MessageField.VALUE)]
     assert [read(payload, SerializationContext(it.out, side)) for payload, side in sides] == [

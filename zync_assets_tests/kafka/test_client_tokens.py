@@ -6,6 +6,7 @@ import pickle
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -93,7 +94,7 @@ def test_the_setting_travels_to_a_worker(msk: Mapping[str, str]) -> None:
     assert pickle.loads(pickle.dumps(msk)) == msk
 
 
-def test_the_pipeline_file_wants_a_name(tmp_path) -> None:
+def test_the_pipeline_file_wants_a_name(tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("kafka: {oauth_cb: token}\n")
     with pytest.raises(PipelineFileError, match="oauth_cb: must name a function"):

@@ -76,7 +76,7 @@ def place(topic: str, side: MessageField = MessageField.VALUE) -> SerializationC
 def test_what_confluent_s_serializer_writes_is_read(
     client: SchemaRegistryClient, registry: Registry, unique: str
 ) -> None:
-    payload = AvroSerializer(client, json.dumps(SCHEMA))(VALUE, place(unique))
+    payload = AvroSerializer(client, json.dumps(SCHEMA))(VALUE, place(unique))  # pyright: ignore[reportCallIssue]
     for native in (True, False):
         decoded = make_decoder(SideFormat("avro"), registry.schema, None, native=native).decode(pa.array([payload]))
         assert (decoded.bad, decoded.values.to_pylist()) == ((), [HELD])
@@ -89,7 +89,7 @@ def test_what_we_write_is_read_by_confluent_s_deserializer(
     column = pa.array([HELD, None], arrow_type(json.dumps(SCHEMA)))
     for native in (True, False):
         encoded = make_encoder("avro", json.dumps(SCHEMA), number, native=native).encode(column)
-        read = AvroDeserializer(client)
+        read = AvroDeserializer(client)  # pyright: ignore[reportCallIssue]
         assert [read(payload, place(unique)) for payload in encoded.payloads.to_pylist()] == [VALUE, None]
 
 
@@ -101,13 +101,13 @@ def test_a_schema_that_refers_to_another_subject_s(
     customer = json.dumps({"type": "record", "name": "Customer", "namespace": "shop", "fields": fields})
     schema = Schema(customer, "AVRO", [SchemaReference("shop.Address", f"{unique}-address", 1)])
     value = {"home": {"city": "Ulm"}, "work": None}
-    payload = AvroSerializer(client, schema)(value, place(unique))
+    payload = AvroSerializer(client, schema)(value, place(unique))  # pyright: ignore[reportCallIssue]
     decoded = make_decoder(SideFormat("avro"), registry.schema, None).decode(pa.array([payload]))
     assert (decoded.bad, decoded.values.to_pylist()) == ((), [value])
     number = decoded.schema_ids[0].as_py()
     again = make_encoder("avro", registry.schema(number), number).encode(decoded.values)
     assert again.payloads.to_pylist() == [payload]
-    assert AvroDeserializer(client)(again.payloads[0].as_py(), place(unique)) == value
+    assert AvroDeserializer(client)(again.payloads[0].as_py(), place(unique)) == value  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_a_schema_is_where_confluent_s_serializers_look_for_it(
     schema = {**SCHEMA, "namespace": unique.replace("-", "_").replace(".", "_")}
     subject = subject_name(ours, unique, "value", json.dumps(schema))
     number = registry.register(subject, json.dumps(schema))
-    serializer = AvroSerializer(
-        client, json.dumps(schema), conf={"subject.name.strategy": theirs, "auto.register.schemas": False}
-    )
+    conf = {"subject.name.strategy": theirs, "auto.register.schemas": False}
+    serializer = AvroSerializer(client, json.dumps(schema), conf=conf)  # pyright: ignore[reportCallIssue]
     payload = serializer(VALUE, place(unique))
     assert payload is not None and int.from_bytes(payload[1:5], "big") == number
-    assert AvroDeserializer(client, conf={"subject.name.strategy": theirs})(payload, place(unique)) == VALUE
+    deserializer = AvroDeserializer(client, conf={"subject.name.strategy": theirs})  # pyright: ignore[reportCallIssue]
+    assert deserializer(payload, place(unique)) == VALUE

@@ -41,7 +41,7 @@ def test_another_process_may_make_the_table_at_the_same_moment(tmp_path: Path, m
     numbers = {f"zync:{name}": number for name, number in {"window:o:0": 7, "topic:o:T": 0, "named:o": 1}.items()}
 
     def create_second(uri: str, *rest: Any) -> None:
-        create(uri, *rest[:-1], numbers)
+        create(uri, *rest[:-1], numbers)  # pyright: ignore[reportCallIssue]
         create(uri, *rest)
 
     monkeypatch.setattr(tables, "create_table", create_second)

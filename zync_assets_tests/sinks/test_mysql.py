@@ -51,7 +51,7 @@ class Server:
     @contextmanager
     def connected(self, database: str) -> Generator[Any]:
         """A cursor of a connection of its own. Each statement is a transaction, unless one says otherwise."""
-        options = {"host": "127.0.0.1", "port": self.port, "user": "root", "autocommit": True}
+        options: dict[str, Any] = {"host": "127.0.0.1", "port": self.port, "user": "root", "autocommit": True}
         with closing(pymysql.connect(database=database, **options)) as connection, connection.cursor() as cursor:
             yield cursor
 
@@ -404,7 +404,7 @@ def test_an_outage_is_no_refusal_and_no_error_has_the_password(server: Server, d
     target = MysqlTarget(server.url(database) + "?init_command=SET%20innodb_lock_wait_timeout%3D1")
     target.prepare(table, create=True, evolve="none")
     apply(target, table, [one(1, {"name": "a"})])
-    options = {"host": "127.0.0.1", "port": server.port, "user": "root", "database": database}
+    options: dict[str, Any] = {"host": "127.0.0.1", "port": server.port, "user": "root", "database": database}
     with closing(pymysql.connect(**options)) as blocker, blocker.cursor() as cursor:
         cursor.execute("UPDATE `rows` SET name = 'b' WHERE id = 1")
         with pytest.raises(TargetUnavailable, match="Lock wait timeout"):

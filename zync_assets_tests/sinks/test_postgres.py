@@ -758,7 +758,7 @@ def test_no_other_table_waits_for_the_lock_on_one(
     send()
     (left, right) = tables = written(sink_all(it.pipeline, lambda: spark))
     with psycopg.connect(host="127.0.0.1", port=server.port, user="postgres", dbname=database) as blocker:
-        blocker.execute(f'LOCK TABLE "{left}"')
+        blocker.execute(f'LOCK TABLE "{left}"')  # pyright: ignore[reportCallIssue]
         send()
         assert written(sink_awake(it.pipeline, lambda: spark, {})) == [right]
         assert f"table {left}: canceling statement due to lock timeout. Sessions with a lock" in caplog.text
