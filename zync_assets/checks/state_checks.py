@@ -31,7 +31,7 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.stores import first_line, is_state_file
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
-from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
+from zync_assets.sinks.columns import OFFSET, PARTITION, TIME, Layout
 from zync_assets.sinks.commit import loaded
 from zync_assets.sinks.files import FilesTarget
 from zync_assets.sinks.fold import DELETE, OP, SET, UPDATE
@@ -198,7 +198,7 @@ def _compare_rows(plan: SinkPlan, session: Session) -> Differences:
             F.broadcast(refused_frame), F.expr(f"{PARTITION} = refused_in AND {OFFSET} = refused_at"), "left_anti"
         )
     keys = table_layout.key_names if table_layout.spec.mode == "upsert" else [PARTITION, OFFSET]
-    frame = frame.repartition(*keys).sortWithinPartitions(*keys, PARTITION, OFFSET)
+    frame = frame.repartition(*keys).sortWithinPartitions(*keys, TIME, PARTITION, OFFSET)
 
     def failure(text: str) -> SinkError:
         return SinkError(f"sink {plan.sink.name}, table {plan.table.name}: its rows can't be compared: {text}")

@@ -39,8 +39,8 @@ from zync_assets.spark.sql import name_sql
 
 COORDINATES = ("topic", "partition", "offset")
 PARTITION, IS_DELETE, GROUP, LEFT_OUT = "zync_partition", "zync_delete", "zync_schema", "zync_left_out"
-IS_UPDATE, FAILED = "zync_update", "zync_failed"
-"""Columns of a source's frame beside the columns of the table and OFFSET."""
+IS_UPDATE, FAILED, TIME = "zync_update", "zync_failed", "zync_time"
+"""Columns of a source's frame beside the columns of the table and OFFSET. TIME: the carried time of a raw record."""
 
 NO_VALUE = "value IS NULL"
 """The condition of a tombstone."""
@@ -99,9 +99,9 @@ class Layout:
         parts += [
             f"coalesce({item.unset}, false) AS u{at}" for at, item in enumerate(self.columns) if item.unset is not None
         ]
-        groups = ["schema", "left_out"] if staged else ["NULL", "NULL"]
+        groups = ["schema", "left_out", "NULL"] if staged else ["NULL", "NULL", "kafka.time"]
         marks = ["kafka.partition", "kafka.offset", safe.format(self.delete_sql), *groups]
-        names = [PARTITION, OFFSET, IS_DELETE, GROUP, LEFT_OUT]
+        names = [PARTITION, OFFSET, IS_DELETE, GROUP, LEFT_OUT, TIME]
         if self.update_sql is not None:
             marks, names = [*marks, f"coalesce({safe.format(self.update_sql)}, false)"], [*names, IS_UPDATE]
         if guarded is not None:

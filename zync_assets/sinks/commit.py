@@ -25,7 +25,7 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import BadRecords, SinkError, TableUnfit, TargetRefused
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Sink
-from zync_assets.sinks.columns import FAILED, OFFSET, PARTITION, Layout
+from zync_assets.sinks.columns import FAILED, OFFSET, PARTITION, TIME, Layout
 from zync_assets.sinks.fold import comparable, fold_all
 from zync_assets.sinks.plan import (
     PlainSource,
@@ -216,7 +216,8 @@ def _load(batch: SinkBatch, layout: Layout, run: str, max_tasks: int) -> list[Lo
     is_spread = layout.spec.mode == "upsert" and count > 1
     frame = frame.repartition(count, *layout.key_names) if is_spread else frame.coalesce(count)
     if layout.spec.mode == "upsert":
-        frame = frame.sortWithinPartitions(*layout.key_names, PARTITION, OFFSET)
+        # The carried time never decreases within a partition. After new partitions, a key may be in several of them.
+        frame = frame.sortWithinPartitions(*layout.key_names, TIME, PARTITION, OFFSET)
     elif plan.target().whole_records:
         frame = frame.sortWithinPartitions(PARTITION, OFFSET)
     with _plan_settings(batch):
@@ -382,8 +383,9 @@ class Search:
         records = self.rows.slice(first, end - first)
         layout = self.task.layout
         if layout.spec.mode == "upsert":
-            order = {name: comparable(records.column(name)) for name in [*layout.key_names, PARTITION, OFFSET]}
-            records = records.take(pc.sort_indices(pa.table(order), [(name, "ascending") for name in order]))
+            order = {name: comparable(records.column(name)) for name in [*layout.key_names, TIME, PARTITION, OFFSET]}
+            names = [(name, "ascending") for name in order]
+            records = records.take(pc.sort_indices(pa.table(order), names, null_placement="at_start"))
         self.loads += 1
         positions, merge = self._merge_to(self._positions_at(end))
         self.count += self.target.apply(merge, f"{self.task.run}{self.loads}", loaded(layout, [records]))

@@ -16,7 +16,7 @@ from zync_assets.errors import TargetRefused
 from zync_assets.lake.quarantine_table import Selection
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
-from zync_assets.sinks.columns import OFFSET, PARTITION, Layout
+from zync_assets.sinks.columns import OFFSET, PARTITION, TIME, Layout
 from zync_assets.sinks.commit import in_tasks, loaded
 from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, reset_command, source_frame
 from zync_assets.sinks.target import BadRecord, Merge, TableSpec, open_target
@@ -146,16 +146,20 @@ def _find_overtaken(plan: SinkPlan, session: Session, table_layout: Layout, reco
         if starts.get(partition, plan.starts.get(partition, next_offset)) < next_offset
     )
     names = table_layout.key_names
-    later = source_frame(session(), plan, table_layout, ranges, guarded=True).select(*names, PARTITION, OFFSET)
+    later = source_frame(session(), plan, table_layout, ranges, guarded=True).select(*names, TIME, PARTITION, OFFSET)
     spots = tuple(OffsetRange(item.partition, item.offset, item.offset + 1) for item in records)
     refused_frame = source_frame(session(), plan, table_layout, spots, guarded=True)
     refused_frame = refused_frame.select(
-        *(F.col(name).alias(f"own_{name}") for name in names), F.col(PARTITION).alias("p"), F.col(OFFSET).alias("o")
+        *(F.col(name).alias(f"own_{name}") for name in names),
+        F.col(TIME).alias("t"),
+        F.col(PARTITION).alias("p"),
+        F.col(OFFSET).alias("o"),
     )
     is_same_key = reduce(
         lambda left, right: left & right, [F.col(name).eqNullSafe(F.col(f"own_{name}")) for name in names]
     )
-    follows = F.expr(f"{PARTITION} > p OR ({PARTITION} = p AND {OFFSET} > o)")
+    # A staged record has no time here: its key stays in one partition.
+    follows = F.expr(f"{TIME} > t OR ({TIME} <=> t AND ({PARTITION} > p OR ({PARTITION} = p AND {OFFSET} > o)))")
     rows = (
         later.join(F.broadcast(refused_frame), is_same_key & follows)
         .select("p", "o", PARTITION, OFFSET)

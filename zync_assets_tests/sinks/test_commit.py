@@ -343,6 +343,42 @@ def test_a_replay_writes_a_refused_record_unless_a_later_one_of_its_key_was_writ
     assert rows(it, "SELECT next FROM zync_positions") == [(5,)]
 
 
+MOVED = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: json, schema: "op string, id bigint, v string"}
+sinks:
+  - {name: shop, type: sqlite, url: shop.db, from: [Raw.$left], table: rows, key: [id], columns: {include: [id, v]}}
+"""
+
+
+def test_the_latest_record_of_a_key_wins_after_new_partitions_moved_the_key(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, MOVED, partitions=3)
+    second = 1_700_000_000_000
+    for partition, text in ((1, "a"), (2, "b"), (0, "c")):
+        it.send(it.left, ("one", row(1, text)), partition=partition, times=[second])
+        second += 1000
+    it.ingest()
+    write(it)
+    assert rows(it) == [("one", "c")]
+    # Its record in partition 1 is refused, and the later record in partition 0 is written.
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute(
+            "CREATE TRIGGER no BEFORE INSERT ON rows WHEN new.v = 'd' BEGIN SELECT raise(ABORT, 'no'); END"
+        )
+    for partition, text in ((1, "d"), (0, "e")):
+        it.send(it.left, ("two", row(2, text)), partition=partition, times=[second])
+        second += 1000
+        it.ingest()
+        write(it)
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("DROP TRIGGER no")
+    count, reasons = replay_refused(it.pipeline, lambda: spark, Selection())
+    assert (count, [text.startswith(OVERTAKEN) for text in reasons.values()]) == (0, [True])
+    assert rows(it) == [("one", "c"), ("two", "e")]
+
+
 APPENDED = (
     TEXT[: TEXT.index("sinks:")]
     + "sinks: [{name: shop, type: sqlite, url: shop.db, from: [Raw.$left], table: rows, mode: insert}]"
