@@ -33,6 +33,7 @@ from zync_assets.pipeline_file.zed.values import (
     AND,
     ATOM,
     COMPARISON,
+    DURATIONS,
     FALSE,
     NEGATION,
     NOT,
@@ -56,7 +57,6 @@ from zync_assets.pipeline_file.zed.values import (
 )
 from zync_assets.spark.sql import long_sql, text_sql
 
-_DURATIONS = "durations are known only in `time + 1h` and `time - 1h`; in Spark SQL: unix_micros(a) - unix_micros(b) > 3600000000"
 _KAFKA = {"topic": "text", "partition": "int", "offset": "int", "timestamp": "time", "time": "time"}
 
 
@@ -122,7 +122,10 @@ class Compiler:
         if isinstance(value, OpenRecord):
             cure = "name the fields, or put the record into key or value of `out`"
             raise ZedProblem(place, f"a record with the fields of its topic can't stand in an expression; {cure}")
-        arguments = (f"{text_sql(name)}, {self.as_term(part, place).sql}" for name, part in value.fields.items())
+        parts = {name: self.as_term(part, place) for name, part in value.fields.items()}
+        if any(part.kind == "duration" for part in parts.values()):
+            raise ZedProblem(place, DURATIONS)
+        arguments = (f"{text_sql(name)}, {part.sql}" for name, part in parts.items())
         return Term(f"named_struct({', '.join(arguments)})", "record", sure=True)
 
     def condition(self, node: Node, this: Value, *, positive: bool) -> Term:
@@ -212,7 +215,7 @@ class Compiler:
             )
             return Term(sql, "time", sure=left.sure)
         if "duration" in kinds or kinds == ("time", "time"):
-            raise ZedProblem(place, _DURATIONS)
+            raise ZedProblem(place, DURATIONS)
         for side in (left, right):
             self.demands.demand(side, NUMBERS, place, f"is an operand of `{operator}`")
         if operator == "/":
@@ -280,7 +283,7 @@ class Compiler:
             word = "IS NOT NULL" if operator == "!=" else "IS NULL"
             return Term(f"{operand.within(SUM)} {word}", "bool", COMPARISON, sure=True)
         if "duration" in (left.kind, right.kind):
-            raise ZedProblem(place, _DURATIONS)
+            raise ZedProblem(place, DURATIONS)
         if differ(left, right):
             # As in Zed: values of two types are never equal, and neither is less.
             return TRUE if operator == "!=" else FALSE

@@ -55,7 +55,8 @@ def cast(demands: Demands, term: Term, target: Type, place: ZedPlace) -> Term:
     if sql != "BIGINT":
         nanos = f"CAST({nanos} AS {sql})"
     if term.kind == "time":
-        return Term(f"unix_micros({term.sql}) * 1000L", kind, PRODUCT)
+        nanos = f"unix_micros({term.sql}) * 1000L"
+        return Term(nanos, kind, PRODUCT) if sql == "BIGINT" else Term(f"CAST({nanos} AS {sql})", kind)
     return Term(f"IF(typeof({term.sql}) = 'timestamp', {nanos}, {plain_cast.sql})", kind)
 
 
@@ -142,7 +143,9 @@ def _rounding(name: str) -> Callable[[Demands, Sequence[Term], ZedPlace], Term]:
             return number
         if number.kind != "float":
             raise ZedProblem(place, f"`{name}` needs a number of a plain type; write {name}(float64(…))")
-        return Term(f"CAST({name}({number.sql}) AS DOUBLE)", "float", sure=number.sure)
+        # Spark's function gives a bigint. Larger numbers are whole, infinity and NaN stay.
+        is_small, whole = f"abs({number.sql}) < 4503599627370496D", f"CAST({name}({number.sql}) AS DOUBLE)"
+        return Term(f"IF({is_small}, {whole}, {number.sql})", "float", sure=number.sure)
 
     return build
 

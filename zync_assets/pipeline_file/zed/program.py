@@ -33,6 +33,7 @@ from zync_assets.pipeline_file.zed.nodes import (
     ZedProblem,
 )
 from zync_assets.pipeline_file.zed.values import (
+    DURATIONS,
     SUM,
     ClosedRecord,
     Demands,
@@ -370,6 +371,8 @@ class _Shapes:
 
     def shape(self, value: Value, place: Path) -> Shape:
         if isinstance(value, Term):
+            if value.kind == "duration":
+                raise ZedProblem(START, f"`{'.'.join(('out', *place))}` is a duration; {DURATIONS}")
             return None if value.sql == "NULL" else value.sql
         if isinstance(value, FieldRef):
             return path_sql(value.path)

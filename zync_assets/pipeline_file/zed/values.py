@@ -20,6 +20,8 @@ NUMBERS = ("int", "float", "number")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ATOM, NEGATION, PRODUCT, SUM, COMPARISON, NOT, AND, OR = 9, 8, 7, 6, 5, 4, 3, 2
 """How close the operators of Spark SQL bind."""
+DURATIONS = "durations are known only in `time + 1h` and `time - 1h`; in Spark SQL: unix_micros(a) - unix_micros(b) > 3600000000"
+"""The problem of a duration in another place: Spark SQL would take it for a number."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ class Demands:
     def alike(self, terms: Sequence[Term], place: ZedPlace, subject: str) -> Term:
         """A term that has the kind of all terms. ZedProblem if two of them plainly have different kinds."""
         typed_terms = [term for term in terms if term.kind not in (None, "null")]
+        if any(term.kind == "duration" for term in typed_terms):
+            raise ZedProblem(place, DURATIONS)
         kinds = {group_of(term.kind) for term in typed_terms}
         if len(kinds) > 1:
             kind_text = " and ".join(sorted(noun(kind) for kind in kinds))
