@@ -323,7 +323,9 @@ def rule_types(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
             for alias in query.aliases
         }
         try:
-            results = query.results(query.joined(rows))
+            joined_rows = query.joined(rows)
+            _check_joins(query, joined_rows)
+            results = query.results(joined_rows)
             choice = (
                 [] if query.view.on_duplicate_key is None else [f"CASE WHEN {CHOICE} < {CHOICE} THEN 1 END AS choice"]
             )
@@ -356,6 +358,17 @@ def _missing_column(query: Query, kinds: Mapping[str, DataType]) -> str | None:
                 cure = suggestion(column, names)
                 return f"table {alias} has no column `{column}`; it has {word_list(names)}{cure}."
     return None
+
+
+def _check_joins(query: Query, joined_rows: DataFrame) -> None:
+    """EtlError for a join of a text with a collation and one without. Rows are looked up by the values of one side alone."""
+    for near_sql, own_sql in (pair for join in query.view.joins for pair in join.on):
+        fields = joined_rows.selectExpr(f"({near_sql}) AS near", f"({own_sql}) AS own").schema
+        near, own = (item.dataType.simpleString() for item in fields)
+        if near != own and " collate " in f"{near} {own}":
+            raise EtlError(
+                f"rule {query.rule.name}, from: {near_sql} is {near} and {own_sql} is {own}. COLLATE both alike."
+            )
 
 
 def _check_key(rule: Rule, kind: DataType) -> None:

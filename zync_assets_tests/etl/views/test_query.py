@@ -60,6 +60,31 @@ def test_a_map_to_compare_and_a_missing_field_are_errors_with_a_cure(
         it.etl()
 
 
+def test_a_join_that_takes_two_texts_for_one_does_so_on_both_sides(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    text = f"""
+inputs:
+  - {{topic: {unique}.t, pool: Raw, format: json, key-schema: id bigint, value-schema: "id bigint, s string"}}
+outputs:
+  - {{topic: {unique}.out, pool: Staging, format: json, create: {{}}}}
+transforms:
+  - {{name: pairs, type: view, tables: {{t: {unique}.t, u: {unique}.t}}, from: t JOIN u ON t.s COLLATE UTF8_LCASE = u.s,
+     where: t.id < u.id, key: {{t: t.id, u: u.id}}, value: {{s: u.s}}, out: {unique}.out}}
+"""
+    it = mini_of(make_pipeline(services, tmp_path, text, partitions=1), spark)
+    it.send(it.left, *((f'{{"id": {id}}}', {"id": id, "s": s}) for id, s in ((1, "a"), (2, "A"))))
+    it.ingest()
+    with pytest.raises(EtlError, match=r"pairs, from: t\.s .* UTF8_LCASE and u\.s is string\. COLLATE both alike"):
+        it.etl()
+    it = it.changed("= u.s,", "= u.s COLLATE UTF8_LCASE,")
+    it.etl()
+    it.send(it.left, ('{"id": 0}', {"id": 0, "s": "A"}))
+    it.step()
+    pairs = [(row["key"]["t"], row["key"]["u"], row["value"]["s"]) for row in it.staged()]
+    assert sorted(pairs) == [(0, 1, "a"), (0, 2, "A"), (1, 2, "A")]
+
+
 def test_the_cure_for_a_map_works_and_every_edited_view_is_named(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
