@@ -17,7 +17,8 @@ from zync_assets.queries import Demand, Path
 from zync_assets.spark.sql import name_sql
 
 NUMBERS = ("int", "float", "number")
-_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# The parser of SQL reads the two words as the beginning of an expression, also after a dot.
+_PLAIN = re.compile(r"(?!(?i:not|select)\Z)[A-Za-z_][A-Za-z0-9_]*")
 ATOM, NEGATION, PRODUCT, SUM, COMPARISON, NOT, AND, OR = 9, 8, 7, 6, 5, 4, 3, 2
 """How close the operators of Spark SQL bind."""
 DURATIONS = "durations are known only in `time + 1h` and `time - 1h`; in Spark SQL: unix_micros(a) - unix_micros(b) > 3600000000"

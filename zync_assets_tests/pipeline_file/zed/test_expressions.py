@@ -31,6 +31,7 @@ CONDITIONS = {
     'value.op=="u"': "value.op = 'u'",
     'value.op!="u"': "NOT value.op <=> 'u'",
     'this.value["a b"].order == "u"': "value.`a b`.order = 'u'",
+    'value.select == "u" and value["Not"].not == 1': "value.`select` = 'u' AND value.`Not`.`not` = 1L",
     "value.n > 3 and value.n <= 5": "value.n > 3L AND value.n <= 5L",
     "value.a == value.b": "value.a <=> value.b",
     "value.a <= value.b": "coalesce(value.a <= value.b, value.a IS NULL AND value.b IS NULL)",
