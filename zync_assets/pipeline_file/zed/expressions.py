@@ -51,6 +51,7 @@ from zync_assets.pipeline_file.zed.values import (
     Term,
     Value,
     differ,
+    element_paths,
     known_type,
     member,
     path_sql,
@@ -180,7 +181,7 @@ class Compiler:
         self.demands.demand(base, ("array",), place, "has an index")
         number = int(index.text)
         call = f"get({base.sql}, {number})" if number >= 0 else f"try_element_at({base.sql}, {number})"
-        return Term(call)
+        return Term(call, paths=element_paths(base))
 
     def _array(self, items: Sequence[Term], place: ZedPlace) -> Term:
         self.demands.alike(items, place, "an array")
@@ -308,6 +309,7 @@ class Compiler:
         if not isinstance(container, Elements):
             array = self.term(container, this)
             self.demands.demand(array, ("array",), place, "stands after `in`")
+            self.demands.same(item, Term("", paths=element_paths(array)), place)
             sql = f"exists({array.sql}, x -> x <=> {item.within(SUM)})"
             return Term(sql, "bool") if positive else Term(f"coalesce({sql}, false)", "bool", sure=True)
         values = [self.term(value, this) for value in container.items]

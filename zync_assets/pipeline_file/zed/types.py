@@ -15,7 +15,7 @@ from zync_assets.errors import EtlError
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import KAFKA_TYPE
 from zync_assets.pipeline import Pipeline, Rule, Shape
-from zync_assets.pipeline_file.zed.values import noun, nouns, path_sql
+from zync_assets.pipeline_file.zed.values import ELEMENT, noun, nouns, path_sql
 from zync_assets.queries import Demand, FieldSteps, Path, ZedTypes
 from zync_assets.spark.sql import shape_sql
 
@@ -77,6 +77,9 @@ def type_at(sides: Sides, path: Path) -> pa.DataType | None:
     """The type of a field by the topic's names; None if it is not known, or no record has the field."""
     field_type = sides.get(path[0])
     for name in path[1:]:
+        if name == ELEMENT and field_type is not None and kind_of(field_type) == "array":
+            field_type = field_type.value_type  # pyright: ignore[reportAttributeAccessIssue]
+            continue
         if field_type is None or not pa.types.is_struct(field_type):
             return None
         fields = fields_of(field_type)
@@ -122,7 +125,7 @@ def _check(rule: Rule, demand: Demand, sides: Sides) -> None:
     kind = kind_of(type)
     if other_type is not None:
         kinds = (kind_of(other_type),)
-        takes = f"{path_sql(demand.other)}, which is {noun(kinds[0])}"
+        takes = f"{_named(demand.other)}, which is {noun(kinds[0])}"
     else:
         kinds = demand.kinds
         takes = nouns(kinds)
@@ -132,10 +135,15 @@ def _check(rule: Rule, demand: Demand, sides: Sides) -> None:
         return
     line, column = demand.place
     raise EtlError(
-        f"rule {rule.name}: {path_sql(demand.path)} is {noun(kind)} and {demand.role}"
+        f"rule {rule.name}: {_named(demand.path)} is {noun(kind)} and {demand.role}"
         f" (line {line}, column {column} of the pipeline file); Zed takes {takes} there, and Spark SQL would give another"
         " result. Cast the field, such as string(…) or int64(…)."
     )
+
+
+def _named(path: Path) -> str:
+    """A path in an error, such as ``in.value.tags[].name``."""
+    return path_sql(path).replace(f".`{ELEMENT}`", ELEMENT)
 
 
 def _record(schema: pa.Schema) -> pa.DataType:

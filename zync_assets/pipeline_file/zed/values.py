@@ -19,6 +19,8 @@ from zync_assets.spark.sql import name_sql
 NUMBERS = ("int", "float", "number")
 # The parser of SQL reads the two words as the beginning of an expression, also after a dot.
 _PLAIN = re.compile(r"(?!(?i:not|select)\Z)[A-Za-z_][A-Za-z0-9_]*")
+ELEMENT = "[]"
+"""In a path: the elements of an array."""
 ATOM, NEGATION, PRODUCT, SUM, COMPARISON, NOT, AND, OR = 9, 8, 7, 6, 5, 4, 3, 2
 """How close the operators of Spark SQL bind."""
 DURATIONS = "durations are known only in `time + 1h` and `time - 1h`; in Spark SQL: unix_micros(a) - unix_micros(b) > 3600000000"
@@ -137,7 +139,7 @@ def member(value: Value, name: str, place: ZedPlace) -> Value:
     if isinstance(value, Term):
         if value.kind not in (None, "null", "record", "array"):
             raise ZedProblem(place, f"`{value.sql}` is {noun(value.kind)} and has no field `{name}`")
-        return Term(f"{value.within(ATOM)}.{path_sql((name,))}")
+        return Term(f"{value.within(ATOM)}.{path_sql((name,))}", paths=tuple((*path, name) for path in value.paths))
     if isinstance(value, ClosedRecord):
         if name not in value.fields:
             field_names = ", ".join(value.fields) or "nothing"
@@ -163,6 +165,11 @@ def _edited_member(edits: Sequence[FieldEdit], name: str, place: ZedPlace) -> Va
             assert isinstance(edit.value, FieldRef)
             return FieldRef((*edit.value.path, name))
     raise ZedProblem(place, f"`{name}` is missing")
+
+
+def element_paths(array: Term) -> tuple[Path, ...]:
+    """The paths of the elements of an array."""
+    return tuple((*path, ELEMENT) for path in array.paths)
 
 
 @dataclass

@@ -122,6 +122,7 @@ def test_types_that_the_text_does_not_show_are_demanded() -> None:
         ("b", (), ("c",), (1, 28)),
         ("d", ("int", "float", "number"), (), (1, 50)),
         ("f", ("array",), (), (1, 71)),
+        ("e", (), ("f", "[]"), (1, 71)),
     ]
 
 

@@ -14,9 +14,9 @@ from zync_assets.pipeline_file.zed.types import explained, kind_of, with_types
 from zync_assets.queries import ZedTypes
 
 ROW = pa.struct([("id", pa.int64()), ("Name", pa.string()), ("a b", pa.float64())])
-RECORD = pa.struct(
-    [("key", pa.string()), ("value", pa.struct([("op", pa.string()), ("after", ROW), ("n", pa.int32())]))]
-)
+LISTS = [("ns", pa.list_(pa.int64())), ("rs", pa.list_(pa.struct([("s", pa.string())])))]
+VALUE = pa.struct([("op", pa.string()), ("after", ROW), ("n", pa.int32()), *LISTS])
+RECORD = pa.struct([("key", pa.string()), ("value", VALUE)])
 
 
 def rule(value: str, key: str = "in.key") -> Rule:
@@ -56,6 +56,7 @@ def test_explain_shows_a_record_as_sql_to_read() -> None:
         '{a: in.value.op == "u"}',
         "{a: in.value.n == in.value.after.id, b: in.value.n + 1.5}",
         '{a: in.value.missing == 1, b: in.value.after.NAME + "x" == in.key}',
+        '{a: in.value.n in in.value.ns, b: in.value.rs[0].s + "!", c: in.value.rs[0].t == 1}',
         "{a: string(in.value.n), b: int64(in.value.op), c: float64(in.value.n)}",
     ],
 )
@@ -75,6 +76,9 @@ def test_types_that_zed_takes_pass(value: str) -> None:
         ('{a: string(in.value.after["a b"])}', "in.value.after.`a b` is a floating-point number and is cast to string"),
         ("{...in.value.op}", "in.value.op is string, and Zed needs a record there"),
         ("{a: in.value.op[0]}", "is a text and has an index"),
+        ('{a: "5" in in.value.ns}', "in.value.ns[] is a whole number and is compared with a text"),
+        ('{a: in.value.ns[0] == "5"}', "in.value.ns[] is a whole number and is compared with a text"),
+        ("{a: in.value.rs[-1].s == in.value.n}", "in.value.rs[].s is a text and is compared"),
     ],
 )
 def test_a_type_with_another_result_in_spark_is_an_error_with_place_and_cure(value: str, message: str) -> None:
