@@ -169,7 +169,10 @@ class EventRows:
         if table is None or table.num_rows > MOST_VALUES:
             return key_filter
         list_filter = with_list(key_filter, plain_field(kind.state_row, item.on[0][1], item.alias), table)
-        return list_filter or KeyFilter(F.broadcast(arrow_frame(self.reader.spark, table)), key_filter.own)
+        # Arrow knows no collation.
+        typed = (f"CAST(z_k{at} AS {type_sql(value_type)}) AS z_k{at}" for at, value_type in enumerate(types))
+        fetched_values = arrow_frame(self.reader.spark, table).selectExpr(*typed)
+        return list_filter or KeyFilter(F.broadcast(fetched_values), key_filter.own)
 
 
 def _status_sql(rule: Rule, counts: Sequence[str]) -> str:

@@ -1,12 +1,20 @@
-"""Why a record is pending for a rule that looks up rows."""
+"""Why a record is pending for a rule that looks up rows, and texts that a look-up takes for one."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from zync_assets.etl.lookups import waiting_reason
+from zync_assets.local.services import Services
 from zync_assets.pipeline import Rule, Side, ViewTable
 from zync_assets.queries import Lookup, Missing
+from zync_assets_tests.mini import BOTH, mini, row
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 SINCE = "2026-05-01T12:00:00.000+00:00"
 ROW = "no row with c.id = in.key in customers yet"
@@ -36,3 +44,22 @@ def test_pending_says_what_a_record_waits_for(missing: Missing, since: str | Non
     lookup = Lookup(ViewTable("c", "customers"), "in", (("in.key", "c.id"),), missing, 600_000)
     rule = Rule("stateless", "r", (Side("in", "payments"),), "out", "in.key", "in.value", lookups=(lookup,))
     assert waiting_reason(rule, since, null=null).startswith(text)
+
+
+def test_a_look_up_by_a_collation_finds_the_row(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    rules = """
+transforms:
+  - type: stateless
+    in: $left
+    lookup: {c: {table: $right, on: c.v COLLATE UTF8_LCASE = in.value.v COLLATE UTF8_LCASE, missing: "null"}}
+    out: $out
+    key: in.key
+    value: {id: in.value.id, c: c.id}
+"""
+    it = mini(services, spark, tmp_path, unique, BOTH + rules)
+    it.send(it.right, row(7, "Ann"), row(8, "Bob"))
+    it.send(it.left, row(1, "ANN"), row(2, "Eve"))
+    it.step()
+    assert it.values() == [{"id": 1, "c": 7}, {"id": 2, "c": None}]
