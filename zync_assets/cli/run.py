@@ -275,7 +275,7 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
                     _warn(error, "Trying again.")
                 last_warning = time.monotonic()
         else:
-            _warn(troubles[0], f"Trying again in {back_off:.0f} s.")
+            _warn(troubles[0], f"Trying again in {back_off:g} s.")
             busy, back_off = False, min(back_off * 2, MAX_BACK_OFF)
         if not busy:
             if until_idle:

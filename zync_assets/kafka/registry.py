@@ -223,7 +223,8 @@ def ask(config: RegistryConfig, request: Callable[[], T], label: str, passing: K
                 raise
             wait = min(number["retries.wait.ms"] * 2**attempt, number["retries.max.wait.ms"]) / 1000
             log.debug("%s; trying again", error)
-            time.sleep(random.uniform(0, wait))
+            # An id is on its way to this server for a time that is not random. Its records would go into quarantine.
+            time.sleep(wait if isinstance(error, SchemaUnknown) else random.uniform(0, wait))
     raise AssertionError("unreachable")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,6 +156,14 @@ def test_an_id_that_one_of_several_servers_does_not_know_yet_is_asked_for_again(
     plain.moves.extend(["unknown"] * 2)
     assert json.loads(registry(plain.url).schema(id)) == json.loads(SCHEMA)
     assert len(plain.asked) == 3
+
+
+def test_an_unknown_id_is_waited_for_as_long_as_the_settings_say(plain: Front) -> None:
+    """A wait of chance would put the records of a server that lags into quarantine at times."""
+    client, begin = registry(plain.url, max_retries="3", retries_wait_ms="200"), time.monotonic()
+    with pytest.raises(SchemaUnknown):
+        client.schema(987654321)
+    assert time.monotonic() - begin >= 0.2 + 0.4 + 0.8
 
 
 def test_ids_that_stay_unknown_are_waited_for_once(plain: Front) -> None:
