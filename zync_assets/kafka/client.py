@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -107,6 +108,8 @@ RECONNECT: Mapping[str, str] = {
 }
 """How soon a broker that does not answer is asked again, or another one in its place."""
 
+_LOGIN = " --command-config admin.properties"
+"""What ``kafka-acls.sh`` needs where a listener has logins or certificates: a file with those of an administrator."""
 UNREACHABLE = frozenset(
     {
         ClientError._TRANSPORT,
@@ -288,10 +291,12 @@ class Connection:
         """The error for a missing right, with the command that grants it. A user's name is no secret."""
         user = self._kafka.get("sasl.username") or self._kafka.get("sasl.user.name")
         principal = f"User:{user}" if user else "this client's principal"
+        # A listener that knows its clients wants to know the administrator, too.
+        login = "" if self._kafka.get("security.protocol", "plaintext").lower() == "plaintext" else _LOGIN
         return NotAuthorized(
-            f"{doing} at {self.servers}: {principal} may not {needs} {kind} {name}; allow it: kafka-acls.sh"
-            f" --bootstrap-server {self.servers} --add --allow-principal {f'User:{user}' if user else 'User:…'}"
-            f" --operation {needs} --{kind} {name}"
+            f"{doing} at {self.servers}: {principal} may not {needs} {kind} {name}; remove an ACL that denies it, or allow it:"
+            f" kafka-acls.sh --bootstrap-server {self.servers}{login} --add --allow-principal"
+            f" {shlex.quote(principal) if user else 'User:…'} --operation {needs} --{kind} {shlex.quote(name)}"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner, Result
+from confluent_kafka import KafkaError
 from confluent_kafka.admin import (
     AclBinding,  # pyright: ignore[reportPrivateImportUsage]
     AclBindingFilter,  # pyright: ignore[reportPrivateImportUsage]
@@ -32,6 +34,7 @@ from zync_assets.assets.facts import TickFailure
 from zync_assets.assets.names import Names
 from zync_assets.assets.runs import LASTS_SECONDS
 from zync_assets.cli.main import main
+from zync_assets.kafka.client import Connection
 from zync_assets.kafka.topics import create_topic, high_watermark, topic_states
 from zync_assets.pipeline_file import load
 from zync_assets_tests.mini import BOTH
@@ -244,11 +247,14 @@ def test_each_right_that_is_missing_is_named_with_the_cure(make: Callable[[], Sh
     while missing:
         failed = it.run(step)
         assert failed.exit_code == 1, (step, missing, failed.stdout)
-        said = re.search(r"User:(\w+) may not (\w+) topic (\S+); allow it: kafka-acls\.sh (.*)", failed.stderr)
+        words = r"User:(\w+) may not (\w+) topic (\S+); remove an ACL that denies it, or allow it: kafka-acls\.sh (.*)"
+        said = re.search(words, failed.stderr)
         assert said is not None, failed.stderr
         user, operation, topic, cure = said.groups()
         assert user == USERS[step]
-        assert cure.endswith(f"--add --allow-principal User:{user} --operation {operation} --topic {topic}")
+        assert cure.endswith(
+            f" --command-config admin.properties --add --allow-principal User:{user} --operation {operation} --topic {topic}"
+        )
         side = next(side for side, topics in it.topics.items() if topic in topics)
         # Who may read or write may describe: where nothing is allowed, that much is asked for first.
         found = (side, operation) if (side, operation) in missing else next(r for r in missing if r[0] == side)
@@ -257,6 +263,21 @@ def test_each_right_that_is_missing_is_named_with_the_cure(make: Callable[[], Sh
         it.allow(USERS[step], found)
     done = it.run(step)
     assert done.exit_code == 0, (step, done.stderr, done.exception)
+
+
+def test_the_command_that_grants_a_right_can_be_pasted_whatever_the_user_is_called() -> None:
+    for way, login in ({}, []), ({"security.protocol": "SASL_SSL"}, ["--command-config", "admin.properties"]):
+        connection = Connection({"bootstrap.servers": "a:1", "sasl.username": "O'Neill & Sons", **way}, {})
+        said = str(connection.error(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED), "reading t", "t", "Read"))
+        command = ["kafka-acls.sh", "--bootstrap-server", "a:1", *login, "--add", "--allow-principal"]
+        assert shlex.split(said.partition("allow it: ")[2]) == [
+            *command,
+            "User:O'Neill & Sons",
+            "--operation",
+            "Read",
+            "--topic",
+            "t",
+        ]
 
 
 def test_the_warning_of_a_consumer_group_names_the_right_to_it(
@@ -269,7 +290,7 @@ def test_the_warning_of_a_consumer_group_names_the_right_to_it(
     path.write_text(f"{path.read_text()}consumer-group: {it.prefix}\n")
     done = CliRunner().invoke(main, ["from-kafka", str(path)])
     assert done.exit_code == 0, done.stderr
-    said = f"User:reader may not Read group {it.prefix}; allow it: kafka-acls.sh"
+    said = f"User:reader may not Read group {it.prefix}; remove an ACL that denies it, or allow it: kafka-acls.sh"
     assert said in caplog.text and f"--operation Read --group {it.prefix}" in caplog.text
 
 
@@ -327,7 +348,10 @@ def test_topics_that_may_not_be_described_stop_neither_a_run_nor_a_tick(make: Ca
     done = CliRunner().invoke(main, ["run", str(path), "--until-idle", "--format", "json"])
     assert steps() == [("ingest", left, 1), ("etl", "Staging", 1), ("publish", it.out, 1)]
     assert done.exit_code == 1
-    assert f"User:owner may not Describe topic {right}; allow it: kafka-acls.sh" in done.stderr
+    assert (
+        f"User:owner may not Describe topic {right}; remove an ACL that denies it, or allow it: kafka-acls.sh"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
 
     assert it.run("produce").exit_code == 0
@@ -339,7 +363,10 @@ def test_topics_that_may_not_be_described_stop_neither_a_run_nor_a_tick(make: Ca
         with pytest.raises(TickFailure) as red:
             sensor.evaluate(names, instance, result.cursor, LASTS_SECONDS)
     for topic in (right, denied):
-        assert f"User:owner may not Describe topic {topic}; allow it: kafka-acls.sh" in str(red.value)
+        assert (
+            f"User:owner may not Describe topic {topic}; remove an ACL that denies it, or allow it: kafka-acls.sh"
+            in str(red.value)
+        )
 
     allow({right: inputs, denied: outputs})
     done = CliRunner().invoke(main, ["run", str(path), "--until-idle", "--format", "json"])
