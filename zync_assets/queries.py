@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 Shape: TypeAlias = "str | Mapping[str, Shape] | None"
 """One Spark SQL expression, a mapping of field names to shapes (any depth), or None: a null (a tombstone)."""
+
+
+def field_names(shape: Shape) -> Iterator[str]:
+    """The names of the fields of a shape, at any depth."""
+    for name, inner in shape.items() if isinstance(shape, Mapping) else ():
+        yield name
+        yield from field_names(inner)
+
 
 Path: TypeAlias = tuple[str, ...]
 """The names of a field from its record on: ``("in", "value", "after", "ID")``."""

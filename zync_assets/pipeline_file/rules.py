@@ -35,6 +35,7 @@ from zync_assets.pipeline_file.outs import (
 from zync_assets.pipeline_file.source import YamlTable
 from zync_assets.pipeline_file.topics import TOPIC, Check, over, read_condition, read_headers, read_shape
 from zync_assets.pipeline_file.views import check_pools, read_query, read_view
+from zync_assets.queries import field_names
 from zync_assets.spark.sql import shape_sql
 
 
@@ -258,6 +259,11 @@ def _check_formats(entry: _Entry, rule: Rule, inputs: Mapping[str, Input | None]
 
             if (message := format_problem(shape, form, input_by_side)) is not None:
                 entry.fields.problem(side, message)
+        for name in field_names(shape) if form == "avro" else ():
+            if not (name.isascii() and name.isidentifier()):
+                entry.fields.problem(
+                    side, f"has a field `{name}`, which is no name in Avro; rename it, or set another format"
+                )
 
 
 def _read_rule(

@@ -82,7 +82,8 @@ _BEFORE = (
     Key(
         "function",
         "package.module:function",
-        "A Python function from an Arrow batch of the columns to one of as many rows, in the same order, with the same keys.",
+        "A Python function from an Arrow batch of the columns to one of as many rows, in the same order, with the same keys. Its"
+        " module is installed, or its folder is in PYTHONPATH.",
         "before: {function: 'shop.sinks:clean'}",
         default="none",
     ),

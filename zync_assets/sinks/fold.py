@@ -229,7 +229,8 @@ def changed(function: str, rows: pa.RecordBatch) -> pa.RecordBatch:
         call = getattr(import_module(module), name)
     except Exception as error:
         raise SinkError(
-            f"before: function {function}: {_error_text(error)}. Put its module on the path of Spark's workers."
+            f"before: function {function}: {_error_text(error)}. Install its module, or put its"
+            " folder in PYTHONPATH, where Spark's workers run too."
         ) from None
     try:
         new_rows = call(rows)

@@ -470,6 +470,7 @@ ERRORS = [
         "outputs[0].key-subject-name-strategy",
         "the key format is string",
     ),
+    ("C, pool: Staging", "C, pool: S, shape: {value: {a b: value.a}}", 14, "transforms[0].value", "no name in Avro"),
     ("C, pool: Staging", "C, pool: S, shape: {where: kafka.offset > 1}", 5, "outputs[0].shape.where", "not known here"),
     ("C, pool: Staging", "C, pool: S, shape: {where: value.z = 1}", 12, "transforms[0].out", "needs `value.z`"),
     ("C, pool: Staging", "C, pool: S, shape: {value: {a: value.a, z: value.z}}", 12, "transforms[0].out", "`value.z`"),

@@ -194,7 +194,8 @@ def _to_avro(type: pa.DataType, name: str, path: str, records: set[str], outer: 
         for field in fields:
             if not outer.any_names and not is_avro_name(field.name):
                 raise SchemaError(
-                    f"{path}.{field.name}: Avro names are letters, digits and _, not starting with a digit"
+                    f"{path}.{field.name}: Avro names are letters, digits and _, not starting with a digit. Rename the field,"
+                    " or give the output another format"
                 )
         avro_fields = [_field(field, name, path, records, outer) for field in fields]
         return {"type": "record", "name": name, "fields": avro_fields, **_properties(note)}
