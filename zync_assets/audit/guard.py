@@ -30,6 +30,7 @@ from zync_assets.lake.check_results import (
     Number,
     TopicPartition,
     conclude,
+    count_text,
     remedy,
 )
 from zync_assets.lake.head import Head
@@ -116,7 +117,7 @@ def contiguous_output_offsets(
         problems += _file_problems(state, topic, item)
     records = sum(item.records for item in own_files)
     numbers: dict[str, Number] = {"files": len(own_files), "records": records}
-    summary = f"{records} outputs follow each other"
+    summary = f"the offsets of {count_text(records, 'output')} have no gap"
     look = numbering_look(snapshot, topic, state, parts)
     return conclude(CONTIGUOUS, subject, "error", problems, summary, numbers, look)
 

@@ -175,7 +175,7 @@ def no_unexplained_loss(
     except DamagedFile as error:
         problems.append(str(error))
     aside = f" or were left out ({numbers['left_out']} in all)" if numbers.get("left_out") else ""
-    summary = f"all {totals['compared']} records that Kafka still holds are here once{aside}"
+    summary = f"of {count_text(totals['compared'], 'record')} that Kafka still holds, each is here once{aside}"
     return conclude(NO_LOSS, place, "error", problems, summary, {**totals, **numbers}, look)
 
 

@@ -261,9 +261,7 @@ def _check_formats(entry: _Entry, rule: Rule, inputs: Mapping[str, Input | None]
                 entry.fields.problem(side, message)
         for name in field_names(shape) if form == "avro" else ():
             if not (name.isascii() and name.isidentifier()):
-                entry.fields.problem(
-                    side, f"has a field `{name}`, which is no name in Avro; rename it, or set another format"
-                )
+                entry.fields.problem(side, f"has a field `{name}`, no name in Avro; rename it, or set another format")
 
 
 def _read_rule(
