@@ -267,8 +267,8 @@ def admit(
     if item.on_bad_record == "fail":
         raise BadRecords(
             f"{doing}: {place}: {first.error}. on-bad-record is fail, so nothing was committed. Remove"
-            " the cause, or set on-bad-record: quarantine, so that the other records pass. List the records in quarantine:"
-            f" {pipeline.command('quarantine list')}"
+            " the cause and run again, or set on-bad-record: quarantine. Then the other records pass, and this one is in the list"
+            f" of {pipeline.command('quarantine list')}"
         )
     if item.max_bad_records is None:
         return
