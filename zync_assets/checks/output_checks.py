@@ -385,8 +385,8 @@ def _differs(left: pa.ChunkedArray, right: pa.ChunkedArray) -> np.ndarray:
 def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:
     """The results one by one, in the order of ``each_check``. _THREADS checks run at one time.
 
-    The lake keeps the results of blocking checks. Where a check can't look, raises ZyncError after the other results. An error
-    that each further check would wait for, such as a broker's outage, is raised at once.
+    The lake keeps the results of blocking checks. Raises the ZyncError of a check after the other results. Raises an error
+    at once if each further check would wait for it, such as a broker's outage.
     """
     troubles: list[ZyncError] = []
     work = [(Future[CheckResult](), check) for check in each_check(pipeline)]

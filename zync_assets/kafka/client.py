@@ -109,7 +109,7 @@ RECONNECT: Mapping[str, str] = {
 """How soon a broker that does not answer is asked again, or another one in its place."""
 
 _LOGIN = " --command-config admin.properties"
-"""What ``kafka-acls.sh`` needs where a listener has logins or certificates: a file with those of an administrator."""
+"""The option of ``kafka-acls.sh`` for a listener with logins: a file with the login of an administrator."""
 UNREACHABLE = frozenset(
     {
         ClientError._TRANSPORT,

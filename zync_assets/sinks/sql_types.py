@@ -364,7 +364,7 @@ def refuse_creation(connection: sa.Connection, name: str, table: sa.Table, *, cr
 
 
 def refuse_cascades(name: str, drops: Sequence[str]) -> None:
-    """TableUnfit if deletes change rows of other tables. ``drops``: statements that drop the foreign keys that do so."""
+    """TableUnfit if deletes change rows of other tables. ``drops``: the statements that drop the foreign keys."""
     words = "also deletes or changes rows of other tables, by the ON DELETE of foreign keys. No record writes these rows again"
     if drops:
         cure = "Drop the foreign keys, or switch them off in the url:"
