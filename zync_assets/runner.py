@@ -97,7 +97,7 @@ def _ingest_to(
     troubles: list[ZyncError],
     whole: bool,
 ) -> Iterator[RawCommit]:
-    """Ingest each topic up to its known end. Without ``whole``, ingest one batch of each topic. ``troubles`` gets the errors."""
+    """Ingest each topic up to its end in ``topic_ends``; unless ``whole``, one batch. Adds errors to ``troubles``."""
     troubles += [error for topic, error in topic_ends.errors.items() if topic in topics]
     topics = [topic for topic in topics if topic not in topic_ends.problems]
     once = cache(session)

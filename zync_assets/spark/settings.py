@@ -42,11 +42,11 @@ _LONG = (
     "-XX:Tier4InvocationThreshold=50000 -XX:Tier4MinInvocationThreshold=6000 -XX:Tier4CompileThreshold=150000"
     " -XX:Tier4BackEdgeThreshold=400000 -XX:+UseParallelGC"
 )
-"""HotSpot's compilers. The quick one alone starts a session and does a small first batch in half the time; the optimising one
-halves the time of large batches, after tens of CPU seconds. Thresholds of ten times the default restrict it to hot methods.
+"""HotSpot's compilers. The quick compiler alone halves the time of a session's start and of a small first batch. The optimising
+compiler halves the time of large batches, after tens of CPU seconds. Higher thresholds restrict this compiler to hot methods.
 The parallel collector saves a tenth of a large batch's time over the concurrent collector, and a fifth before compilation.
-Its pauses disturb nobody. The quick compiler alone has 48 MB for its code by default, and stops when a long pipeline has
-filled them. A small young generation keeps the memory of a short session constant for any amount of data."""
+Its pauses disturb nobody. By default, the quick compiler alone has 48 MB for its code, which the code of a long pipeline fills.
+A small young generation keeps the memory of a short session constant for any amount of data."""
 
 _STACK = "-Xss16m"
 """The size of a thread's stack. Only the used part takes memory. With Java's default of 1 MB, a regular expression that
