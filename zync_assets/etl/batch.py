@@ -18,7 +18,6 @@ from zync_assets.etl.account import Labels, labels_of
 from zync_assets.etl.coalescence import final_rows
 from zync_assets.etl.encodability import output_limits
 from zync_assets.etl.failures import Failures
-from zync_assets.etl.frontier import OrderSpan
 from zync_assets.etl.hold import Hold
 from zync_assets.etl.lookups import row_frames, with_lookups
 from zync_assets.etl.output_types import OutputType, output_types, questions
@@ -39,6 +38,7 @@ from zync_assets.lake import raw
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import LOWEST
+from zync_assets.lake.sequence import OrderSpan
 from zync_assets.lake.staging import STATE
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, Rule

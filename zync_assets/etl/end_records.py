@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.etl.frontier import END, File, Longs, Orders, Stream, after, below, count_below
 from zync_assets.ingest.order import transaction_names
 from zync_assets.lake.log import Order
 from zync_assets.lake.raw_files import LOWEST
+from zync_assets.lake.sequence import END, File, Longs, Orders, Stream, after, below, count_below
 
 
 class EndRecords(NamedTuple):

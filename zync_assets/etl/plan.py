@@ -1,13 +1,8 @@
 """The plan of an ETL batch: which new records it has, and which older records it matches again.
 
 A batch has a limit. Outputs are numbered batch by batch. A batch of one topic's last week and another topic's last hour would
-number a recent event before an event of last week. The log knows the lowest and highest time of each raw file. A batch therefore
-has whole files, in the order of the highest time that their partition has reached so far. This order keeps the files of a
-partition in sequence.
-
-The batch ends within the second half of its limit, at the cut that leaves the fewest records of the same times in other files.
-The counterparts of such records would be pending until the next batch, and a pending record costs several times as much as a
-new record.
+number a recent event before an event of last week. A batch therefore ends at one place in the sequence of all records
+(``lake.sequence``): by the order of their source, or by their carried time.
 """
 
 from __future__ import annotations
@@ -16,9 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from zync_assets.audit.guard import check_begins, check_rollback
 from zync_assets.codecs.fields import has_lacking
@@ -30,6 +23,7 @@ from zync_assets.lake import publication, raw, staging
 from zync_assets.lake.head import Head
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
+from zync_assets.lake.sequence import time_batch
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, normalize
 from zync_assets.pipeline import Pipeline
@@ -41,75 +35,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 BATCH_RECORDS = 5_000_000
-"""The approximate number of raw records in a batch. A batch ends at the file that reaches this number, or at an earlier
-file."""
-
-
-class _Next(NamedTuple):
-    """A file, in the order in which a batch takes files. ``since``: none of the file's records has an earlier time."""
-
-    reached: int
-    topic: str
-    partition: int
-    end: int
-    since: int
-    records: int
-
-
-def first_batch(
-    ranges: Mapping[str, Sequence[OffsetRange]], files: Mapping[str, Iterable[DataFile]], limit: int
-) -> dict[str, tuple[OffsetRange, ...]]:
-    """The part of the new ``ranges`` (topic → one range a partition) that holds about ``limit`` records.
-
-    ``files``: topic → the files that hold records of its ranges; no two files overlap. A range without files holds no records,
-    and is taken whole. A range whose files are all taken is also taken whole.
-    """
-    queue: list[_Next] = []
-    for topic, items in files.items():
-        latest_times: dict[int, int] = {}
-        for item in sorted(items, key=lambda item: (item.partition or 0, item.first or 0)):
-            partition = item.partition or 0
-            latest_time = latest_times.get(partition, 0)
-            latest_times[partition] = max(latest_time, item.max_time or 0)
-            since = max(latest_time, item.min_time or 0)
-            queue.append(_Next(latest_times[partition], topic, partition, (item.last or 0) + 1, since, item.records))
-    queue.sort()
-    count = _even_cut(queue, limit)
-    ends = {(item.topic, item.partition): item.end for item in queue[:count]}
-    cut_places = {(item.topic, item.partition) for item in queue[count:]}
-    return {
-        topic: tuple(cut for part in parts if not (cut := _cut(topic, part, ends, cut_places)).empty)
-        for topic, parts in ranges.items()
-    }
-
-
-def _even_cut(queue: Sequence[_Next], limit: int) -> int:
-    """How many files to take: all, if they have fewer records than the limit."""
-    records = np.array([item.records for item in queue], dtype=np.int64)
-    totals = np.cumsum(records)
-    most = int(np.searchsorted(totals, limit)) + 1
-    if most >= len(queue):
-        return len(queue)
-    since, reached = (np.array([getattr(item, name) for item in queue], float) for name in ("since", "reached"))
-
-    def left_behind(count: int) -> float:
-        """About how many records are left behind: their files are not taken, but their times are at or below the last taken
-        time."""
-        time = reached[count - 1]
-        share = np.clip((time - since[count:]) / np.maximum(1, reached[count:] - since[count:]), 0, 1)
-        return float(np.sum(np.where(reached[count:] <= time, 1, share) * records[count:]))
-
-    least = int(np.searchsorted(totals, limit / 2)) + 1
-    return min(range(most, least - 1, -1), key=left_behind)
-
-
-def _cut(
-    topic: str, part: OffsetRange, ends: Mapping[tuple[str, int], int], cut_places: set[tuple[str, int]]
-) -> OffsetRange:
-    if (topic, part.partition) not in cut_places:
-        return part
-    end = min(part.end, ends.get((topic, part.partition), part.first))
-    return OffsetRange(part.partition, part.first, end)
+"""The approximate number of raw records in a batch. Files say how many records have which times, about."""
 
 
 Rebuild: TypeAlias = Literal["views", "state"]
@@ -308,7 +234,7 @@ def plan_etl(
     groups = {name: [topic for topic in ranges if owner.get(topic) == name] for name in (*domains, None)}
     limits = _shares(groups, files, limit)
     batch_cuts = cuts(pipeline, domains, states, head, ranges, {name: limits[name] for name in domains})
-    batch = first_batch({topic: ranges[topic] for topic in groups[None]}, _files_of(files, groups[None]), limits[None])
+    batch = time_batch(states, {topic: ranges[topic] for topic in groups[None]}, limits[None])
     for part in batch_cuts.values():
         batch |= part.ranges
     ranges = {topic: batch[topic] for topic in ranges}

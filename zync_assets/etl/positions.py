@@ -22,13 +22,13 @@ import pyarrow as pa
 
 from zync_assets.errors import KafkaError, TopicMissing
 from zync_assets.etl.account import Fact
-from zync_assets.etl.frontier import LEAST, OrderKey, OrderSpan, keys_at
 from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.retries import ClassRange, next_waits
 from zync_assets.kafka.topics import topic_states
 from zync_assets.lake import staging
 from zync_assets.lake.head import Head, OutputPosition, Partitioning, Position
+from zync_assets.lake.sequence import LEAST, OrderKey, OrderSpan, keys_at
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Output, Pipeline
 from zync_assets.spark.sql import long_sql, search_sql, tuple_sql

@@ -1,6 +1,6 @@
 """The streams of a staging pool's domains, from the raw tables and the kept readings, and what an ETL batch takes of them.
 
-The I/O around ``etl.frontier``. An input without a source order keeps the order of time, and belongs to no domain.
+The I/O around ``lake.sequence``. An input without a source order keeps the order of time, and belongs to no domain.
 """
 
 from __future__ import annotations
@@ -12,19 +12,6 @@ from functools import partial
 import numpy as np
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.etl.frontier import (
-    Ends,
-    File,
-    Frontier,
-    Orders,
-    ReadOrders,
-    Stream,
-    batch_of,
-    confirmed_orders,
-    frontier,
-    highest_below,
-    late_offsets,
-)
 from zync_assets.etl.transaction_records import (
     TransactionFrontier,
     TransactionStreams,
@@ -39,7 +26,8 @@ from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.raw import ORDER, RawState
 from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE
-from zync_assets.lake.readings import Reading, read_readings
+from zync_assets.lake.readings import Frontier, Reading, confirmed_orders, frontier, read_readings
+from zync_assets.lake.sequence import Ends, File, Orders, ReadOrders, Stream, batch_of, highest_below, late_offsets
 from zync_assets.offsets import OffsetRange, new_ranges
 from zync_assets.pipeline import Input, Pipeline
 

@@ -16,7 +16,6 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import pc
 from zync_assets.errors import EtlError
 from zync_assets.etl.end_records import EndRecords, Events, merge_ends, placed_ends
-from zync_assets.etl.frontier import END, File, Frontier, Longs, OrderKey, ReadOrders, Stream, frontier
 from zync_assets.etl.transactions import Counting, WholeTransactions, is_free, slowest, whole_transactions
 from zync_assets.ingest.order import is_binlog_id, transaction_ends, transaction_names
 from zync_assets.lake import quarantine_table, raw, storage
@@ -25,7 +24,8 @@ from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import LOWEST
-from zync_assets.lake.readings import Reading
+from zync_assets.lake.readings import Frontier, Reading, frontier
+from zync_assets.lake.sequence import END, File, Longs, OrderKey, ReadOrders, Stream
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.pipeline import Input, Pipeline
 

@@ -16,7 +16,7 @@ A transaction is *whole* if the raw tables of the domain have all its changes:
 - In other partitions, changes are counted. Debezium numbers the changes of a transaction in each table, and so a change that
   came twice counts once. A record in quarantine behind the changes of earlier transactions may be a change, and counts.
 - The changes of an input cannot be counted if it has a shape that leaves out records or the number, or if its topic is not
-  known by a name of the source. Such a partition must confirm the end as in ``etl.frontier``. So must a partition whose last
+  known by a name of the source. Such a partition must confirm the end as in ``lake.readings``. So must a partition whose last
   record is a deletion, since the tombstone may still follow.
 
 The frontier is the end of the last transaction before the first one that is not whole. The END record confirms this order for
@@ -41,11 +41,11 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.etl.end_records import EndRecords, Events, ReadEvents, from_order, is_past
-from zync_assets.etl.frontier import END, File, Longs, OrderKey, Orders, Stream, after, below, count_below
 from zync_assets.ingest.order import transaction_names
 from zync_assets.lake.log import Order
 from zync_assets.lake.raw_files import LOWEST
 from zync_assets.lake.readings import Reading
+from zync_assets.lake.sequence import END, File, Longs, OrderKey, Orders, Stream, after, below, count_below
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ read_input    the lazy batch: Spark reads and decodes the ranges when it is aske
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
 BATCH_OFFSETS = 8_000_000
 """Offsets of one topic in one batch at the most; a longer backlog takes several batches, each committed."""
+MOST_TIME = 253_402_300_800_000
+"""The end of the year 9999, in milliseconds since the epoch."""
 LEADER_SECONDS = 1.0
 """Seconds that ingest waits for a partition's leader before it goes on with the other partitions."""
 FEW_OFFSETS = 200_000
@@ -148,7 +151,8 @@ def plan_ingest(
         ]
     if ranges:
         check_before_ingest(pipeline, item, state)
-    return IngestPlan(item, topic_state, state, tuple(_within_limit(ranges, limit)), first, losses, lag)
+    within_limit = earliest(ranges, limit, lambda time: offsets_at(pipeline.kafka, topic, time, topic_state))
+    return IngestPlan(item, topic_state, state, tuple(within_limit), first, losses, lag)
 
 
 def small_inputs(
@@ -281,10 +285,33 @@ def _removed_offsets(first: int, end: int) -> str:
     return f"{end - first} offsets are gone by retention, {first} to {end - 1}"
 
 
-def _within_limit(ranges: Sequence[OffsetRange], limit: int) -> list[OffsetRange]:
-    """At most ``limit`` offsets in all, shared evenly so that no partition holds back the rest."""
-    share = max(1, limit // max(1, len(ranges)))
-    return [replace(part, end=min(part.end, part.first + share)) for part in ranges]
+def earliest(
+    ranges: Sequence[OffsetRange], limit: int, offsets_of: Callable[[int], Mapping[int, int]]
+) -> list[OffsetRange]:
+    """At most ``limit`` offsets in all, the earliest by time, partition and offset.
+
+    ``offsets_of``: a time in milliseconds since the epoch → partition → the first offset of this or a later time. After new
+    partitions, the records of a key are in several of them: a later batch must not have an older record.
+    """
+    if len(ranges) < 2 or offset_count(ranges) <= limit:
+        return [replace(part, end=min(part.end, part.first + limit)) for part in ranges]
+
+    def before(time: int) -> list[OffsetRange]:
+        offsets = offsets_of(time)
+        ends = [min(part.end, offsets.get(part.partition, part.end)) for part in ranges]
+        return [replace(part, end=max(part.first, end)) for part, end in zip(ranges, ends, strict=True)]
+
+    times = range(MOST_TIME)
+    later = bisect_right(times, limit, key=lambda time: offset_count(before(time)))
+    parts = before(later - 1) if later else [replace(part, end=part.first) for part in ranges]
+    # Then records of one time, partition by partition. Records without a time are before all times, or after the last one.
+    tied_parts = before(later) if later < MOST_TIME else ranges
+    left, batch = limit - offset_count(parts), list[OffsetRange]()
+    for part, tied in zip(parts, tied_parts, strict=True):
+        count = min(left, tied.end - part.end)
+        left -= count
+        batch.append(replace(part, end=part.end + count))
+    return [part for part in batch if not part.empty]
 
 
 def task_ranges(spark: SparkSession, plan: IngestPlan) -> list[OffsetRange]:

@@ -217,12 +217,14 @@ def topic_state(kafka: Mapping[str, str], topic: str, timeout: float | None = No
     return states[topic]
 
 
-def offsets_at(kafka: Mapping[str, str], topic: str, timestamp_ms: int) -> dict[int, int]:
+def offsets_at(
+    kafka: Mapping[str, str], topic: str, timestamp_ms: int, state: TopicState | None = None
+) -> dict[int, int]:
     """Partition → the first offset whose timestamp is at or after ``timestamp_ms``; the partition's end if none is.
 
-    ``timestamp_ms``: milliseconds since the epoch, UTC.
+    ``timestamp_ms``: milliseconds since the epoch, UTC; ``state``: of the topic, if it is known.
     """
-    state = topic_state(kafka, topic)
+    state = state or topic_state(kafka, topic)
     ask = Question(kafka, f"asking for the offsets of {topic} at a time", WAIT)
     places = [(topic, item.partition) for item in state.partitions]
     offsets = ask.await_leaders(lambda: ask.collect(ask.offsets(places, OffsetSpec.for_timestamp(timestamp_ms))))

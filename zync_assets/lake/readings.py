@@ -1,15 +1,26 @@
-"""Readings of the ends of a pipeline's input topics, each reading of all topics together.
+"""Readings of the ends of a pipeline's input topics, each reading of all topics together, and the frontier that they confirm.
 
-ETL compares two readings to learn how far all topics have been read (``etl.frontier``). The lake keeps the last few readings
-of a raw pool's topics in one small JSON object. A lost or an old object only delays ETL: a reading is a fact about the
-past and stays true. A topic that was created again is known by its id.
+The lake keeps the last few readings of a raw pool's topics in one small JSON object. A lost or an old object only delays ETL: a
+reading is a fact about the past and stays true. A topic that was created again is known by its id.
+
+The *frontier* of a domain is an order. Every record of a lower order is in the raw tables, whatever its topic. A batch takes
+only records below the frontier, so that no topic runs ahead. Each stream of the domain confirms an order, and the frontier is
+the lowest of these orders. A stream confirms an order in two ways:
+
+- The stream has a record of this order. The stream's records of lower orders are all before this record.
+- The stream is ingested up to its end in a reading. An earlier reading found a record of a lower order in some stream. The
+  time between both readings covers records that a producer still had in flight at the earlier reading. An end before an open
+  Kafka transaction does not count: the records of the transaction were sent, and nobody can read them yet.
+
+The records of a transaction topic count for the second way too, and the frontier does not wait for the topic.
+``etl.transactions`` moves the frontier to the end of a transaction.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -17,6 +28,9 @@ from typing import Any
 import pyarrow as pa
 
 from zync_assets.lake import storage
+from zync_assets.lake.log import Order
+from zync_assets.lake.raw_files import LOWEST
+from zync_assets.lake.sequence import END, LEAST, Stream, after, file_below
 
 MOST = 8
 """The most readings that are kept. Some of them are older than any sensible delay."""
@@ -149,3 +163,63 @@ def _parse_row(row: Mapping[str, Any]) -> Reading:
         for topic, item in row["topics"].items()
     }
     return Reading(row["began"], row["ended"], topics)
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """``order``: all records of lower orders are ingested. ``behind``: the stream that confirms the lowest order; None if no
+    stream holds the frontier back."""
+
+    order: Order
+    behind: Stream | None = None
+
+
+def frontier(streams: Sequence[Stream], orders: Mapping[tuple[str, int], Order]) -> Frontier:
+    """The frontier of a domain. A single stream is its own sequence, and has no frontier (END). ``orders``: the result of
+    ``confirmed_orders``."""
+    if len(streams) < 2:
+        return Frontier(END)
+    return min((Frontier(orders[stream.name], stream) for stream in streams), key=lambda item: item.order)
+
+
+def confirmed_orders(
+    streams: Sequence[Stream], readings: Iterable[Reading], delay: float
+) -> dict[tuple[str, int], Order]:
+    """(topic, partition) → the order that the stream confirms, for the streams of a domain and of its transaction topic.
+
+    ``delay``: the least seconds between the two readings that confirm an order.
+    """
+    reading_orders = [(item, _highest_order(streams, item)) for item in readings]
+    return {stream.name: _confirmed(stream, reading_orders, delay) for stream in streams}
+
+
+def _confirmed(stream: Stream, reading_orders: Sequence[tuple[Reading, Order | None]], delay: float) -> Order:
+    """The order that a stream confirms. ``reading_orders``: each reading with the highest order below its ends."""
+    best = stream.highest or LOWEST
+    for later, _ in reading_orders:
+        end = later.whole_end(stream.topic, stream.partition)
+        if end is None or stream.next < end:
+            continue
+        for earlier, order in reading_orders:
+            if earlier is not later and order is not None and earlier.ended + delay <= later.began:
+                best = max(best, after(order))
+    return best
+
+
+def _highest_order(streams: Iterable[Stream], reading: Reading) -> Order | None:
+    """The highest order of the records below the ends of a reading, as far as they were ingested; None if none was."""
+    ends = ((stream, reading.end(stream.topic, stream.partition)) for stream in streams)
+    orders = [order for stream, end in ends if end is not None and (order := _order_below(stream, end)) is not None]
+    return max(orders, default=None)
+
+
+def _order_below(stream: Stream, end: int) -> Order | None:
+    """The highest order below an offset if all records are below it. Otherwise a bound that the highest order reaches."""
+    item = file_below(stream, end)
+    if item is None:
+        return None
+    if end >= stream.next:
+        return stream.highest or LOWEST
+    if (item.last or 0) >= end:
+        return item.min_order or LOWEST
+    return ((item.max_order or LOWEST)[0], LEAST)

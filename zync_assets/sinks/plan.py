@@ -23,6 +23,7 @@ from zync_assets.errors import DataLoss, SchemaError, SinkError
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.parquet_rows import rows_within
 from zync_assets.lake.raw import RawState, raw_files
+from zync_assets.lake.sequence import time_batch
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import HEADERS_COLUMN, StagingState, key_column, value_column
 from zync_assets.offsets import OffsetRange, offset_count
@@ -55,8 +56,7 @@ BATCH_OFFSETS = 1_000_000
 class SinkPlan:
     """The state of a target table compared with its source.
 
-    ``ends``: partition → the end of the source; ``starts``: partition → the lowest offset that the source
-    holds.
+    ``ends``: partition → the end of the source; ``starts``: partition → the lowest offset that the source holds.
     """
 
     pipeline: Pipeline = field(repr=False)
@@ -294,12 +294,13 @@ def plan_sink(
     plan = SinkPlan(pipeline, sink, table, progress, snapshot, state, starts, ends, ())
     if check:
         _check_origin(plan)
+    if isinstance(state, RawState) and sink.mode == "upsert" and plan.lag > limit:
+        # After new partitions, the records of a key may be in several of them. A later batch must not have an older record.
+        return replace(plan, ranges=time_batch({"": state}, {"": plan.missing}, limit, limit)[""])
     ranges: list[OffsetRange] = []
-    for number, (partition, end) in enumerate(sorted(ends.items())):
-        first = progress.next.get(partition, starts[partition])
-        share = max(1, (limit - offset_count(ranges)) // (len(ends) - number))
-        if first < end:
-            ranges.append(OffsetRange(partition, first, min(end, first + share)))
+    for number, part in enumerate(plan.missing):
+        share = max(1, (limit - offset_count(ranges)) // (len(plan.missing) - number))
+        ranges.append(replace(part, end=min(part.end, part.first + share)))
     return replace(plan, ranges=tuple(ranges))
 
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zync_assets.etl import positions
-from zync_assets.etl.frontier import OrderSpan
 from zync_assets.etl.positions import BUCKET_RECORDS, Numbered, bucket_bounds
 from zync_assets.lake.raw_files import LOWEST
+from zync_assets.lake.sequence import OrderSpan
 from zync_assets.spark.sql import long_sql
 
 if TYPE_CHECKING:

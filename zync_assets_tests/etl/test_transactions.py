@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zync_assets.etl.end_records import EndRecords, Events, merge_ends, placed_ends
-from zync_assets.etl.frontier import END, Batch, File, OrderKey, Stream, after, batch_of, confirmed_orders, frontier
 from zync_assets.etl.transactions import (
     Counting,
     OpenTransaction,
@@ -24,8 +23,9 @@ from zync_assets.etl.transactions import (
 )
 from zync_assets.lake.log import Order
 from zync_assets.lake.raw_files import LOWEST
-from zync_assets.lake.readings import Reading, TopicEnds
-from zync_assets_tests.etl.test_frontier import RawFile, orders, reading
+from zync_assets.lake.readings import Reading, TopicEnds, confirmed_orders, frontier
+from zync_assets.lake.sequence import END, Batch, File, OrderKey, Stream, after, batch_of
+from zync_assets_tests.lake.streams import RawFile, orders, reading
 
 DELAY = 3
 TABLES = ("orders", "status", "lines")

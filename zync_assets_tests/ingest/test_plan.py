@@ -14,13 +14,15 @@ import pytest
 from click.testing import CliRunner
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zync_assets import offsets
 from zync_assets.checks.output_checks import reachable
 from zync_assets.cli.main import main
 from zync_assets.errors import CommitConflict, DataLoss, TopicMissing, TopicRecreated
 from zync_assets.ingest.commit import commit_raw
-from zync_assets.ingest.plan import plan_ingest, read_input
+from zync_assets.ingest.plan import earliest, plan_ingest, read_input
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine_table import quarantine_files
@@ -74,6 +76,44 @@ def test_records_come_whole_and_each_once(make: Make) -> None:
     assert [found["value"] for found in rows[:3]] == [row(1, "a"), None, row(None)]
     assert [int(found["kafka"]["time"].timestamp() * 1000) for found in rows[:3]] == [5, 9, 9]
     assert [int(found["kafka"]["timestamp"].timestamp() * 1000) for found in rows[:3]] == [5, 9, 7]
+
+
+def test_a_long_backlog_is_ingested_in_the_order_of_time(make: Make) -> None:
+    """After new partitions, a key has records in several partitions. A later batch has no older record of the key."""
+    it = make(partitions=3)
+    day = 86_400_000
+    for partition, days in ((2, (1, 2, 2, 3)), (0, (2, 4, 1, 9)), (1, (5, 6, 6, 7))):
+        it.send(it.left, *(row(1, str(number)) for number in days), partition=partition, times=[d * day for d in days])
+    batches: list[dict[int, int]] = []
+    while (plan := plan_ingest(it.pipeline, it.left, limit=3)).ranges:
+        batches.append({part.partition: part.end for part in plan.ranges})
+        commit_raw(it.pipeline, read_input(it.spark, it.pipeline, plan))
+    # The third record of partition 0 is of day 1, after a record of day 4.
+    assert batches == [{0: 1, 2: 2}, {2: 4, 0: 2}, {0: 3, 1: 2}, {1: 4, 0: 4}]
+
+
+timed = st.lists(st.lists(st.none() | st.integers(0, 5), max_size=8), min_size=1, max_size=4)
+
+
+@given(timed, st.integers(1, 12))
+def test_the_earliest_offsets_are_those_of_one_sort(topic: list[list[int | None]], limit: int) -> None:
+    """``topic``: by partition and offset, the time of a record."""
+
+    def first_at(time: int) -> dict[int, int]:
+        return {
+            partition: next((at for at, own in enumerate(times) if own is not None and own >= time), len(times))
+            for partition, times in enumerate(topic)
+        }
+
+    carried = [
+        (max((time for time in times[: at + 1] if time is not None), default=-1), partition, at)
+        for partition, times in enumerate(topic)
+        for at in range(len(times))
+    ]
+    ranges = [OffsetRange(partition, 0, len(times)) for partition, times in enumerate(topic) if times]
+    batch = earliest(ranges, limit, first_at)
+    places = [(partition, at) for _, partition, at in sorted(carried)[:limit]]
+    assert sorted((part.partition, at) for part in batch for at in range(part.first, part.end)) == sorted(places)
 
 
 def test_an_empty_topic_beside_a_full_one_is_nothing_to_wait_for(make: Make) -> None:
@@ -396,7 +436,8 @@ def test_a_batch_may_be_narrowed_and_limited(make: Make) -> None:
     assert it.next(it.left) == {0: 0, 1: 3}
     plan = plan_ingest(it.pipeline, it.left, limit=4)
     assert plan.lag == 7
-    assert plan.ranges == (OffsetRange(0, 0, 2), OffsetRange(1, 3, 5))
+    # The records of partition 0 are earlier than the fourth one of partition 1.
+    assert plan.ranges == (OffsetRange(0, 0, 4),)
     commit_raw(it.pipeline, read_input(it.spark, it.pipeline, plan))
     it.ingest(it.left)
     assert places(it) == [(partition, offset) for partition in range(2) for offset in range(5)]

@@ -26,7 +26,8 @@ from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import RegistryConfig
 from zync_assets.sinks import replay, steps
-from zync_assets.sinks.plan import plan_sink
+from zync_assets.sinks.commit import commit_sink
+from zync_assets.sinks.plan import plan_sink, read_source
 from zync_assets.sinks.replay import LEFT_OUT, OVERTAKEN, drop_refused, refused_records, replay_refused
 from zync_assets.sinks.steps import Turn, reset_sink, sink_all, sink_awake
 from zync_assets.sinks.target import Place
@@ -377,6 +378,20 @@ def test_the_latest_record_of_a_key_wins_after_new_partitions_moved_the_key(
     count, reasons = replay_refused(it.pipeline, lambda: spark, Selection())
     assert (count, [text.startswith(OVERTAKEN) for text in reasons.values()]) == (0, [True])
     assert rows(it) == [("one", "c"), ("two", "e")]
+    # A backlog of several batches. Partition 0 has the latest record of each key.
+    for partition, text in ((2, "f"), (1, "g"), (0, "h")):
+        records = [(key, row(number, text)) for number, key in enumerate(("one", "two", "three"))]
+        it.send(it.left, *records, partition=partition, times=[second, second + 1, second + 2])
+        second += 1000
+    it.ingest()
+    [sink] = it.pipeline.sinks
+    count = 0
+    while (plan := plan_sink(it.pipeline, sink, sink.tables[0], 2)).ranges:
+        assert plan.offsets <= 2
+        commit_sink(read_source(lambda: spark, plan))
+        count += 1
+    assert count >= 5
+    assert sorted(rows(it)) == [("one", "h"), ("three", "h"), ("two", "h")]
 
 
 APPENDED = (

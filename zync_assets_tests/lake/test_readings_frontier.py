@@ -6,54 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zync_assets.etl.frontier import (
-    END,
-    File,
-    Frontier,
-    OrderKey,
-    Orders,
-    OrderSpan,
-    Stream,
-    after,
-    batch_of,
-    confirmed_orders,
-    frontier,
-    highest_below,
-    keys_at,
-    late_offsets,
-    offset_at,
-    spread,
-)
 from zync_assets.lake.log import Order
 from zync_assets.lake.raw_files import LOWEST
-from zync_assets.lake.readings import Reading, TopicEnds
+from zync_assets.lake.readings import Frontier, Reading, TopicEnds, confirmed_orders, frontier
+from zync_assets.lake.sequence import END, Stream, after, batch_of
+from zync_assets_tests.lake.streams import RawFile, orders, reading, whole
 
 DELAY = 3
-
-
-@dataclass(frozen=True)
-class RawFile:
-    first: int
-    last: int
-    orders: tuple[Order, ...]
-    commit_time: int | None = None
-
-    @property
-    def records(self) -> int:
-        return len(self.orders)
-
-    @property
-    def min_order(self) -> Order:
-        return min(high for high, _ in self.orders), min(low for _, low in self.orders)
-
-    @property
-    def max_order(self) -> Order:
-        return max(high for high, _ in self.orders), max(low for _, low in self.orders)
 
 
 @dataclass
@@ -81,24 +43,8 @@ class Topic:
         return Stream(self.name, 0, self.place, self.seen, self.next, self.files, highest)
 
 
-def orders(stream: Stream, item: File) -> Orders:
-    assert isinstance(item, RawFile)
-    offsets = np.arange(item.first, item.last + 1)
-    return Orders(offsets, *(np.array([order[part] for order in item.orders]) for part in (0, 1)))
-
-
-def reading(began: float, ended: float, **ends: int) -> Reading:
-    return Reading(began, ended, {name: TopicEnds("id", {0: end}) for name, end in ends.items()})
-
-
 def frontier_of(streams: Sequence[Stream], readings: Sequence[Reading], delay: float) -> Frontier:
     return frontier(streams, confirmed_orders(streams, readings, delay))
-
-
-def whole(name: str, place: int, found: Sequence[Order], seen: int = 0) -> Stream:
-    """A stream with one file."""
-    files = [RawFile(0, len(found) - 1, tuple(found))] if found else []
-    return Stream(name, 0, place, seen, len(found), files, found[-1] if found else None)
 
 
 def test_a_single_stream_has_no_frontier() -> None:
@@ -144,89 +90,6 @@ def test_an_unknown_end_confirms_nothing_and_a_missing_topic_has_no_records() ->
     assert frontier_of(streams, unknown, 1).order == LOWEST
     missing = [Reading(at, at, {**ends, "b": TopicEnds(None)}) for at in (10.0, 20.0)]
     assert frontier_of(streams, missing, 1).order == after((1, 0))
-
-
-def test_a_key_ends_every_stream_at_one_place_of_the_sequence() -> None:
-    found = [(LOWEST), (3, 0), (3, 0), (3, 1), (4, 0)]
-    streams = [whole(name, place, found) for place, name in enumerate("abc")]
-    assert [offset_at(stream, OrderKey(3), orders) for stream in streams] == [1, 1, 1]
-    assert [offset_at(stream, OrderKey(*after((3, 0))), orders) for stream in streams] == [3, 3, 3]
-    assert [offset_at(stream, OrderKey(3, 0, 1, 0, 2), orders) for stream in streams] == [3, 2, 1]
-    assert [offset_at(stream, OrderKey(*END), orders) for stream in streams] == [5, 5, 5]
-    assert highest_below(streams[0], 3, orders) == (3, 0)
-    assert highest_below(streams[0], 5, orders) == (4, 0)
-    assert highest_below(whole("a", 0, []), 5, orders) is None
-
-
-def test_records_below_an_order_are_late_but_for_snapshots() -> None:
-    stream = whole("a", 0, [LOWEST, (1, 0), (2, 0), (2, 0), (5, 0)], seen=0)
-    assert late_offsets(stream, (1, 0), 5, orders) == (1, 1)
-    assert late_offsets(stream, (5, 0), 5, orders) == (1, 4)
-    assert late_offsets(stream, (5, 0), 3, orders) == (1, 3)
-    assert late_offsets(stream, (5, 0), 1, orders) == (1, 1)
-    assert late_offsets(stream, (5, 0), 0, orders) == (0, 0)
-
-
-spans = st.lists(
-    st.builds(
-        lambda low, more, records, place, first: OrderSpan(
-            low, max(low, (low[0] + more[0], more[1])), records, place, 0, first * 1000, first * 1000 + records
-        ),
-        st.one_of(st.just(LOWEST), st.tuples(st.integers(-5, 5), st.integers(0, 3))),
-        st.tuples(st.integers(0, 3), st.integers(0, 3)),
-        st.integers(1, 900),
-        st.integers(0, 2),
-        st.integers(0, 3),
-    ),
-    max_size=12,
-)
-
-
-@given(spans, st.lists(st.integers(1, 5000), min_size=1, max_size=6))
-def test_keys_ascend_and_lie_within_the_spans(found: list[OrderSpan], counts: list[int]) -> None:
-    keys = keys_at(found, sorted(counts))
-    assert keys == sorted(set(keys))
-    for key in keys:
-        assert min(span.low for span in found)[0] <= key.high <= max(span.high for span in found)[0]
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 10**13), st.integers(0, 10**9), st.integers(0, 5_000_000)), min_size=1, max_size=12
-    )
-)
-def test_the_records_below_a_value_are_the_sum_over_all_spans(found: list[tuple[int, int, int]]) -> None:
-    parts = [(low, low + length, float(records)) for low, length, records in found]
-
-    def below(low: int, high: int, records: float, point: int) -> float:
-        if low == high:
-            return 0.0 if point <= low else records
-        return records * min(1.0, max(0.0, (point - low) / (high - low)))
-
-    points, reached, at = spread(parts)
-    assert points == sorted({value for low, high, _ in parts for value in (low, high)})
-    # Of buckets of 150,000.
-    assert np.allclose(reached, [sum(below(*part, point) for part in parts) for point in points], rtol=1e-6, atol=100.0)
-    assert list(at) == [sum(records for low, high, records in parts if low == high == point) for point in points]
-
-
-def test_keys_divide_evenly_whatever_part_of_the_order_records_share() -> None:
-    """Orders that differ, one transaction with many changes, and a snapshot, whose records all have one order."""
-    apart = [OrderSpan((0, 0), (1000, 0), 1000.0)]
-    assert [key.high for key in keys_at(apart, [250, 500])] == [250, 500]
-    same_high = [OrderSpan((7, 0), (7, 1000), 1000.0), OrderSpan((7, 0), (7, 1000), 1000.0, 1)]
-    assert [key[:2] for key in keys_at(same_high, [500, 1000])] == [(7, 250), (7, 500)]
-    tied = [OrderSpan(LOWEST, LOWEST, 1000.0, place, 0, 5000, 6000) for place in (1, 0)]
-    assert keys_at(tied, [250, 1500]) == [OrderKey(*LOWEST, 0, 0, 5250), OrderKey(*LOWEST, 1, 0, 5500)]
-    mixed = [OrderSpan(LOWEST, LOWEST, 1000.0, 0, 0, 0, 1000), OrderSpan(LOWEST, (50, 0), 100.0, 0, 0, 1000, 1100)]
-    assert keys_at(mixed, [500, 1050])[0] == OrderKey(*LOWEST, 0, 0, 500)
-
-
-@pytest.mark.parametrize("limit", [1, 7, 50])
-def test_a_batch_of_many_records_with_one_order_ends_between_them(limit: int) -> None:
-    """A snapshot of a million records is no reason for a batch of a million records."""
-    streams = [whole(name, place, [LOWEST] * 100) for place, name in enumerate("ab")]
-    assert sum(batch_of(streams, END, limit, orders).ends.values()) == limit
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,39 +1,35 @@
-"""The frontier of a domain, and the end of a batch in the order of the source. Pure, without I/O.
+"""The sequence of raw records across partitions, and a batch that ends at one place of the sequence.
 
-A *stream* is a partition of an input topic. The inputs of a *domain* share one total order, which the source database gave
-the records. Within a stream the order never decreases. A *reading* has the ends of several topics, read together.
+A *stream* is a partition of an input topic. Within a stream the order never decreases. Streams in the order of the source have
+the orders of a *domain*, which the source database gave the records. Other streams have the carried time as their order
+(``time_batch``).
 
-The *frontier* is an order. Every record of a lower order is in the raw tables, whatever its topic. A batch takes only
-records below the frontier, so that no topic runs ahead. Each stream of the domain confirms an order, and the frontier is the
-lowest of these orders. A stream confirms an order in two ways:
+A *key* is a place in the sequence: the order, and the tie-breakers input, partition and offset. A batch ends at one key for all
+of its streams. The outputs of the batches, one batch after the other, are therefore in the sequence that one sort of all
+outputs gives, wherever the batches end.
 
-- The stream has a record of this order. The stream's records of lower orders are all before this record.
-- The stream is ingested up to its end in a reading. An earlier reading found a record of a lower order in some stream. The
-  time between both readings covers records that a producer still had in flight at the earlier reading. An end before an open
-  Kafka transaction does not count: the records of the transaction were sent, and nobody can read them yet.
-
-The records of a transaction topic count for the second way too, and the frontier does not wait for the topic.
-``etl.transactions`` moves the frontier to the end of a transaction.
-
-A *key* is a place in the sequence of a domain's records: their order, and the tie-breakers input, partition and offset. A
-batch ends at one key for all streams of the domain. The outputs of the batches, one batch after the other, are therefore
-in the sequence that one sort of all outputs gives, wherever the batches end.
+The functions are pure, but for ``time_batch``, which reads the times of the files at the end of a batch.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from zync_assets.lake.log import Order
-from zync_assets.lake.raw_files import LOWEST
-from zync_assets.lake.readings import Reading
+from zync_assets.codecs.arrays import pc
+from zync_assets.lake import storage
+from zync_assets.lake.log import DataFile, Order
+from zync_assets.lake.parquet_rows import RecentCache
+from zync_assets.lake.raw import RawState, is_replay, raw_files
+from zync_assets.lake.raw_files import LOWEST, time_floors
+from zync_assets.offsets import OffsetRange
 
 END: Order = (2**63, 0)
 """Above every order."""
@@ -108,15 +104,6 @@ ReadOrders: TypeAlias = Callable[[Stream, File], Orders]
 """Reads the columns of one raw file."""
 
 
-@dataclass(frozen=True)
-class Frontier:
-    """``order``: all records of lower orders are ingested. ``behind``: the stream that confirms the lowest order; None if no
-    stream holds the frontier back."""
-
-    order: Order
-    behind: Stream | None = None
-
-
 def below(highs: Longs, lows: Longs, order: Order) -> npt.NDArray[np.bool_]:
     """Whether each of some orders is below another order."""
     return (highs < order[0]) | ((highs == order[0]) & (lows < order[1]))
@@ -132,58 +119,7 @@ def after(order: Order) -> Order:
     return (order[0], order[1] + 1) if order[1] < _MOST else (order[0] + 1, LEAST)
 
 
-def frontier(streams: Sequence[Stream], orders: Mapping[tuple[str, int], Order]) -> Frontier:
-    """The frontier of a domain. A single stream is its own sequence, and has no frontier (END). ``orders``: the result of
-    ``confirmed_orders``."""
-    if len(streams) < 2:
-        return Frontier(END)
-    return min((Frontier(orders[stream.name], stream) for stream in streams), key=lambda item: item.order)
-
-
-def confirmed_orders(
-    streams: Sequence[Stream], readings: Iterable[Reading], delay: float
-) -> dict[tuple[str, int], Order]:
-    """(topic, partition) → the order that the stream confirms, for the streams of a domain and of its transaction topic.
-
-    ``delay``: the least seconds between the two readings that confirm an order.
-    """
-    reading_orders = [(item, _highest_order(streams, item)) for item in readings]
-    return {stream.name: _confirmed(stream, reading_orders, delay) for stream in streams}
-
-
-def _confirmed(stream: Stream, reading_orders: Sequence[tuple[Reading, Order | None]], delay: float) -> Order:
-    """The order that a stream confirms. ``reading_orders``: each reading with the highest order below its ends."""
-    best = stream.highest or LOWEST
-    for later, _ in reading_orders:
-        end = later.whole_end(stream.topic, stream.partition)
-        if end is None or stream.next < end:
-            continue
-        for earlier, order in reading_orders:
-            if earlier is not later and order is not None and earlier.ended + delay <= later.began:
-                best = max(best, after(order))
-    return best
-
-
-def _highest_order(streams: Iterable[Stream], reading: Reading) -> Order | None:
-    """The highest order of the records below the ends of a reading, as far as they were ingested; None if none was."""
-    ends = ((stream, reading.end(stream.topic, stream.partition)) for stream in streams)
-    orders = [order for stream, end in ends if end is not None and (order := _order_below(stream, end)) is not None]
-    return max(orders, default=None)
-
-
-def _order_below(stream: Stream, end: int) -> Order | None:
-    """The highest order below an offset if all records are below it. Otherwise a bound that the highest order reaches."""
-    item = _file_below(stream, end)
-    if item is None:
-        return None
-    if end >= stream.next:
-        return stream.highest or LOWEST
-    if (item.last or 0) >= end:
-        return item.min_order or LOWEST
-    return ((item.max_order or LOWEST)[0], LEAST)
-
-
-def _file_below(stream: Stream, end: int) -> File | None:
+def file_below(stream: Stream, end: int) -> File | None:
     """The stream's last file with a record below an offset."""
     at = bisect_left(stream.files, end, key=lambda item: item.first or 0)
     return stream.files[at - 1] if at else None
@@ -219,7 +155,7 @@ def _offset(stream: Stream, order: Order, read: ReadOrders) -> int:
 
 def highest_below(stream: Stream, end: int, read: ReadOrders) -> Order | None:
     """The order of the stream's last record below an offset; None if there is no record."""
-    item = _file_below(stream, end)
+    item = file_below(stream, end)
     if item is None:
         return None
     if end >= stream.next:
@@ -383,3 +319,120 @@ def spread(
     spread_below = np.concatenate([[0.0], np.cumsum(np.maximum(0.0, between_values))])[: len(points)]
     below_values = np.concatenate([[0.0], np.cumsum(at_once)])[: len(points)]
     return points, spread_below + below_values, at_once
+
+
+def bounded(streams: Sequence[Stream], ends: Ends, most: int, read: ReadOrders) -> Ends:
+    """The ends of a batch's first records in the sequence, such that the batch has at most ``most`` offsets, and at least one."""
+    if sum(ends[stream.name] - stream.seen for stream in streams) <= most:
+        return ends
+    sorted_streams = sorted(streams, key=lambda stream: (stream.place, stream.partition))
+    steps = [_steps(stream, ends[stream.name], read) for stream in sorted_streams]
+    counts = [len(step.offsets) for step in steps]
+    numbers = np.repeat(np.arange(len(steps)), counts)
+    stops, highs, lows = (np.concatenate(columns) for columns in zip(*steps, strict=True))
+    widths = np.concatenate(
+        [np.diff(step.offsets, prepend=stream.seen) for step, stream in zip(steps, sorted_streams, strict=True)]
+    )
+    order = np.lexsort((stops, numbers, lows, highs))
+    count = int(np.searchsorted(np.cumsum(widths[order]), most, side="right"))
+    new_ends = np.array([stream.seen for stream in sorted_streams])
+    if count:
+        np.maximum.at(new_ends, numbers[order[:count]], stops[order[:count]])
+    else:
+        # The first record lies behind a long gap.
+        new_ends[numbers[order[0]]] += most
+    return {stream.name: int(end) for stream, end in zip(sorted_streams, new_ends, strict=True)}
+
+
+def _steps(stream: Stream, end: int, read: ReadOrders) -> Orders:
+    """The records of a stream before ``end``, with the offset after each. The last record's is ``end``. A gap without records
+    counts as one record of the order LOWEST."""
+    files = [item for item in stream.files if (item.first or 0) < end and (item.last or 0) >= stream.seen]
+    parts = [read(stream, item) for item in files]
+    none = np.empty(0, np.int64)
+    offsets, highs, lows = (np.concatenate([none, *(part[at] for part in parts)]) for at in range(3))
+    inside = (offsets >= stream.seen) & (offsets < end)
+    stops, highs, lows = offsets[inside] + 1, highs[inside], lows[inside]
+    if len(stops):
+        stops[-1] = end
+    elif end > stream.seen:
+        stops, highs, lows = (np.array([number], np.int64) for number in (end, *LOWEST))
+    return Orders(stops, highs, lows)
+
+
+@dataclass(frozen=True)
+class TimedFile:
+    """A raw file in the order of the carried time. An order is a time in milliseconds since the epoch, and 0."""
+
+    uri: str
+    first: int
+    last: int
+    records: int
+    min_order: Order
+    max_order: Order
+    commit_time: int | None = None
+
+
+def time_batch(
+    states: Mapping[str, RawState | None],
+    ranges: Mapping[str, Sequence[OffsetRange]],
+    records: int,
+    most: int | None = None,
+) -> dict[str, tuple[OffsetRange, ...]]:
+    """The part of new offsets that has about ``records`` records, the earliest by carried time, input, partition and offset.
+
+    ``ranges``: topic → its new offsets, one range a partition; ``most``: the most offsets of the part. Later batches have the
+    later records, so that the order of records does not depend on the ends of batches. Offsets without a record have no time,
+    and are taken whole. LakeError if a file can't be read.
+    """
+    parts = {topic: (state, ranges[topic]) for topic, state in states.items() if state is not None and topic in ranges}
+    files = {topic: [item for item in raw_files(*part) if not is_replay(item)] for topic, part in parts.items()}
+    if most is None and sum(item.records for items in files.values() for item in items) <= records:
+        return {topic: tuple(items) for topic, items in ranges.items()}
+    streams = [
+        stream
+        for place, topic in enumerate(ranges)
+        if topic in parts
+        for stream in _time_streams(topic, place, *parts[topic], files[topic])
+    ]
+    times: RecentCache[str, Orders] = RecentCache(4_000_000)
+
+    def read(_: Stream, item: File) -> Orders:
+        assert isinstance(item, TimedFile)
+        return times.load(item.uri, lambda: _times(item), lambda orders: len(orders.offsets))
+
+    ends = batch_of(streams, END, records, read).ends
+    ends = ends if most is None else bounded(streams, ends, most, read)
+    return {
+        topic: tuple(replace(part, end=end) for part in items if (end := ends[topic, part.partition]) > part.first)
+        for topic, items in ranges.items()
+    }
+
+
+def _time_streams(
+    topic: str, place: int, state: RawState, ranges: Iterable[OffsetRange], files: Sequence[DataFile]
+) -> Iterator[Stream]:
+    floors = time_floors(raw_files(state), state.retention_time)
+    for part in ranges:
+        time, timed_files = 0, list[TimedFile]()
+        for item in files:
+            if item.partition == part.partition:
+                low = max(time, floors.get(item.path, 0), item.min_time or 0)
+                time = max(low, item.max_time or 0)
+                uri = storage.join(state.table.uri, item.path)
+                offsets = item.first or 0, item.last or 0
+                timed_files.append(TimedFile(uri, *offsets, item.records, (low, 0), (time, 0)))
+        highest = (time, 0) if timed_files else None
+        yield Stream(topic, part.partition, place, part.first, part.end, timed_files, highest)
+
+
+def _times(item: TimedFile) -> Orders:
+    """The carried times in a raw file; LakeError if the file can't be read."""
+    kafka = storage.read_file(item.uri, ["kafka.offset", "kafka.time"])["kafka"].combine_chunks()
+    offsets, times = (
+        pc.fill_null(pc.struct_field(kafka, name).cast(pa.int64()), 0).to_numpy(zero_copy_only=False)
+        for name in ("offset", "time")
+    )
+    # A table of an older version has a running maximum within each file only.
+    millis = np.maximum.accumulate(np.maximum(times // 1000, item.min_order[0]))
+    return Orders(offsets, millis, np.zeros_like(millis))
