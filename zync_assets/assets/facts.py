@@ -20,7 +20,7 @@ from zync_assets.assets.names import AWAITS_TAG, LONG_LOAD_TAG, Names, clusters,
 from zync_assets.audit.guard import pool_blocks, raw_blocks
 from zync_assets.checks import output_checks, sink_checks
 from zync_assets.checks.sink_checks import sink_subject
-from zync_assets.errors import BrokerUnavailable, LeaderMissing, SetupError, TrustError, ZyncError
+from zync_assets.errors import BrokerUnavailable, KafkaError, LeaderMissing, SetupError, TrustError, ZyncError
 from zync_assets.etl.plan import EtlPlan, plan_etl
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, plan_ingest
 from zync_assets.kafka.topics import survey
@@ -116,7 +116,7 @@ class Facts:
     problems: Mapping[str, str] = field(default_factory=dict[str, str])
     """Asset path of a topic or table, or pool, or BROKER → what is wrong, with the remedy."""
     unreachable: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Input topic → why the broker says nothing of it, or of one of its partitions."""
+    """Input topic → why the broker says nothing of it, or of one of its partitions, or has no next record of it."""
     sinks: Mapping[str, SinkPlan] = field(default_factory=dict[str, SinkPlan])
     """Path of a target table's asset → how far the table is."""
 
@@ -144,29 +144,32 @@ def _gather(pipeline: Pipeline) -> Facts:
     etl: dict[str, EtlPlan] = {}
     publish: dict[str, PublishPlan] = {}
 
-    def put(plans: dict[str, T], name: str, place: str, plan: Callable[[], T]) -> None:
+    def put(plans: dict[str, T], name: str, place: str, plan: Callable[[], T]) -> Exception | None:
         try:
             plans[name] = plan()
+            return None
         except LeaderMissing as error:
             problems.setdefault(place, str(error))
+            return error
         except (BrokerUnavailable, SetupError, TrustError):
             raise
         except Exception as error:
             # Whatever it is, the other topics and tables go on.
             problems[place] = error_line(error)
+            return error
 
     # Staging before raw before topics would do too: whatever moves meanwhile is seen by the next look.
     for item in pipeline.inputs:
         topic = item.topic
         if topic not in topic_survey.problems:
-            put(
+            error = put(
                 ingest,
                 topic,
                 pool_path(item.pool, topic),
                 lambda topic=topic: plan_ingest(pipeline, topic, topic_states=topic_survey.states),
             )
-        if topic not in topic_survey.problems and topic not in topic_survey.states and topic not in ingest:
-            unreachable[topic] = problems[pool_path(item.pool, topic)]
+            if isinstance(error, KafkaError):
+                unreachable[topic] = str(error)
     # Before ETL's plans, which compare the kept ends. The plans of ingest have opened the raw tables.
     keep_ends(Snapshot(pipeline, {topic: plan.state for topic, plan in ingest.items()}), topic_survey, start, end)
     for pool in pipeline.staging_pools:

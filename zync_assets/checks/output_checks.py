@@ -32,7 +32,7 @@ from zync_assets.errors import (
     TopicMissing,
     ZyncError,
 )
-from zync_assets.ingest.plan import absent_error
+from zync_assets.ingest.plan import absent_error, losses_of
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import TopicState, high_watermarks, is_compacted, topic_states
 from zync_assets.lake.check_results import CheckResult, Number, conclude, keep_accepted
@@ -198,15 +198,17 @@ STAGING_EQUALS_TOPIC, REACHABLE = "staging_equals_topic", "reachable"
 
 
 def reachable(pipeline: Pipeline, topic: str) -> CheckResult:
-    """The broker knows an input topic, lets this pipeline look at it, and every partition has a leader."""
-    subject = topic_path(topic)
+    """The broker knows an input topic, lets this pipeline look at it, and has the next offsets. Every partition has a leader."""
+    item, subject = pipeline.input(topic), topic_path(topic)
     try:
+        raw = Snapshot(pipeline).raw(topic)
         state = topic_states(pipeline.kafka, [topic]).get(topic)
-    except KafkaError as error:
+        if state is None:
+            raise absent_error(item, was_there=raw is not None)
+        if raw is not None:
+            losses_of(item, state, raw, dict.fromkeys(partition_numbers(state), 0) | dict(raw.next))
+    except (KafkaError, TableDamaged) as error:
         return conclude(REACHABLE, subject, "error", [str(error)], "", {})
-    if state is None:
-        problem = absent_error(pipeline.input(topic), was_there=Snapshot(pipeline).raw(topic) is not None)
-        return conclude(REACHABLE, subject, "error", [str(problem)], "", {})
     numbers = {"partitions": len(state.partitions), "offsets": sum(item.end - item.low for item in state.partitions)}
     return conclude(REACHABLE, subject, "error", [], f"all {len(state.partitions)} partitions have leaders", numbers)
 

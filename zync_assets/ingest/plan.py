@@ -133,11 +133,9 @@ def plan_ingest(
     if state is None:
         for error in topic_state.away.values():
             raise error
-    if state is not None and not state.is_from(topic_state.topic_id):
-        raise recreation_error(item, topic_state)
     first = _first_offsets(pipeline, item, topic_state, state)
     position = dict(state.next if state else {}) | first
-    losses = _losses(item, topic_state, state, position)
+    losses = losses_of(item, topic_state, state, position)
     position |= {part.partition: part.end for part in losses}
     ends = {p.partition: p.end for p in topic_state.partitions}
     ranges = new_ranges(position, ends)
@@ -253,9 +251,13 @@ def _is_behind(topic_state: TopicState | None, state: RawState | None) -> bool:
     return any(part.end < state.next.get(part.partition, 0) for part in topic_state.partitions)
 
 
-def _losses(
+def losses_of(
     item: Input, topic_state: TopicState, state: RawState | None, position: Mapping[int, int]
 ) -> tuple[OffsetRange, ...]:
+    """The offsets from ``position`` on (partition → next offset) that retention removed. Raises TopicRecreated,
+    TopicTruncated, and DataLoss unless the input says ``on-data-loss: continue``."""
+    if state is not None and not state.is_from(topic_state.topic_id):
+        raise recreation_error(item, topic_state)
     losses: list[OffsetRange] = []
     for part in topic_state.partitions:
         upcoming = position.get(part.partition, part.low)

@@ -156,6 +156,7 @@ def test_a_topic_that_was_created_again_is_an_error(make: Make) -> None:
     with pytest.raises(TopicRecreated, match="deleted and created again"):
         it.ingest(it.left)
     assert places(it) == [(0, 0)]
+    assert "deleted and created again" in reachable(it.pipeline, it.left).summary
 
 
 def test_what_retention_took_is_an_error(make: Make) -> None:
@@ -163,10 +164,14 @@ def test_what_retention_took_is_an_error(make: Make) -> None:
     it.send(it.left, *[row(number) for number in range(4)])
     it.ingest(it.left)
     it.send(it.left, *[row(number) for number in range(4)])
+    assert reachable(it.pipeline, it.left).passed
     delete_before(it, 6)
-    with pytest.raises(DataLoss, match="next offset 4 is below the low watermark 6; 2 offsets are gone"):
+    message = "next offset 4 is below the low watermark 6; 2 offsets are gone"
+    with pytest.raises(DataLoss, match=message):
         it.ingest(it.left)
     assert it.next(it.left) == {0: 4}
+    check = reachable(it.pipeline, it.left)
+    assert not check.passed and message in check.summary
 
 
 def test_a_single_offset_that_retention_took(make: Make) -> None:
