@@ -25,7 +25,7 @@
     ├── SchemaError            a schema that can't be parsed, mapped or merged
     │   └── SchemaChanged          a writer's schema is new, and the pipeline file accepts none
     ├── LakeError              a table of the lake
-    │   ├── LakeUnavailable        no answer from the object store, or it has trouble; trying again may help
+    │   ├── LakeUnavailable        no answer from the object store, or trouble there, or a full disk; trying again may help
     │   ├── CommitConflict         another writer committed first
     │   ├── TableDamaged           another program took or changed what the table's log says; a finding of a check
     │   └── TableUnsupported       the table asks for a feature that is not known here
@@ -317,7 +317,7 @@ class LakeError(ZyncError):
 
 
 class LakeUnavailable(LakeError):
-    """The object store did not answer, or reported an internal failure.
+    """The object store did not answer, or reported an internal failure; or the disk of the lake is full.
 
     >>> from zync_assets import LakeError, LakeUnavailable
     >>> issubclass(LakeUnavailable, LakeError)

@@ -252,11 +252,10 @@ def no_answer(text: str) -> LakeUnavailable | None:
 ANEW = "begin anew, with other pools and other output topics"
 """The last cure of a table that lost records or its account."""
 
+_FULL = r"No space left|os error 28|[Ee]rrno 28|Disk quota|os error 122|[Ee]rrno 122"
+
 _DISK = (
-    (
-        r"No space left|os error 28|[Ee]rrno 28|Disk quota|os error 122|[Ee]rrno 122",
-        "the disk is full (No space left on device). Make room",
-    ),
+    (_FULL, "the disk is full (No space left on device). Make room"),
     (r"Read-only file system|os error 30|[Ee]rrno 30", "it is read-only. Make it writable"),
     (
         r"Permission denied|Operation not permitted|os error 13|[Ee]rrno 13",
@@ -272,10 +271,11 @@ _DISK = (
 
 
 def disk_refusal(place: str, text: str) -> LakeError | None:
-    """What the file system at a place refuses; None where the text is of something else."""
+    """What the file system at a place refuses; None where the text is of something else. A full disk is LakeUnavailable: room
+    is made while the command ``run`` waits."""
     for pattern, fault in _DISK:
         if re.search(pattern, text):
-            return LakeError(
+            return (LakeUnavailable if pattern is _FULL else LakeError)(
                 f"{place}: {fault}, and run again: nothing of this step is visible, and what was committed before is kept."
             )
     return None
