@@ -297,7 +297,8 @@ def _search(batch: SinkBatch, layout: Layout, run: str, reason: str) -> tuple[in
     task = SearchTask(plan.sink, layout, f"{run}s", _merge_of(plan, layout), len(plan.progress.bad), reason)
     with search_settings(batch.spark):
         frame = source_frame(batch.spark, plan, layout, plan.ranges, guarded=True)
-        frame = frame.coalesce(1).sortWithinPartitions(PARTITION, OFFSET)
+        times = [TIME] if layout.spec.mode == "upsert" else []
+        frame = frame.coalesce(1).sortWithinPartitions(*times, PARTITION, OFFSET)
         return in_tasks(frame, partial(_search_task, task))[0]
 
 
@@ -431,7 +432,6 @@ class Search:
             indexes = np.flatnonzero(partitions == partition)
             applied_indexes = indexes[indexes < end]
             if len(applied_indexes) == len(indexes):
-                # Records of earlier partitions come first: this partition may have its turn still.
                 if end == len(partitions) or len(indexes):
                     positions[partition] = end_offset
             elif len(applied_indexes):

@@ -378,6 +378,19 @@ def test_the_latest_record_of_a_key_wins_after_new_partitions_moved_the_key(
     count, reasons = replay_refused(it.pipeline, lambda: spark, Selection())
     assert (count, [text.startswith(OVERTAKEN) for text in reasons.values()]) == (0, [True])
     assert rows(it) == [("one", "c"), ("two", "e")]
+    # The search for a refused record applies the others in the order of time.
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute(
+            "CREATE TRIGGER no BEFORE INSERT ON rows WHEN new.v = 'd' BEGIN SELECT raise(ABORT, 'no'); END"
+        )
+    for partition, key, text in ((2, "one", "e"), (1, "three", "d"), (0, "one", "f")):
+        it.send(it.left, (key, row(1, text)), partition=partition, times=[second])
+        second += 1000
+    it.ingest()
+    write(it)
+    assert rows(it) == [("one", "f"), ("two", "e")]
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("DROP TRIGGER no")
     # A backlog of several batches. Partition 0 has the latest record of each key.
     for partition, text in ((2, "f"), (1, "g"), (0, "h")):
         records = [(key, row(number, text)) for number, key in enumerate(("one", "two", "three"))]
