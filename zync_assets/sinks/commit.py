@@ -386,7 +386,7 @@ class Search:
         if layout.spec.mode == "upsert":
             order = {name: comparable(records.column(name)) for name in [*layout.key_names, TIME, PARTITION, OFFSET]}
             names = [(name, "ascending") for name in order]
-            records = records.take(pc.sort_indices(pa.table(order), names, null_placement="at_start"))
+            records = records.take(pc.sort_indices(pa.table(order), names))
         self.loads += 1
         positions, merge = self._merge_to(self._positions_at(end))
         self.count += self.target.apply(merge, f"{self.task.run}{self.loads}", loaded(layout, [records]))

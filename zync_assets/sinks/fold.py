@@ -1,4 +1,4 @@
-"""The fold of a batch: one change per key, equal to all records of the key in offset order. Pure.
+"""The fold of a batch: one change per key, equal to all records of the key one after the other. Pure.
 
 Four kinds of change come out, in the column OP:
 
@@ -43,7 +43,7 @@ _OPS = pa.array([UPSERT, REPLACE, DELETE, UPDATE], pa.string())
 
 @dataclass(frozen=True)
 class Records:
-    """Records sorted by key, and within a key by partition and offset.
+    """Records sorted by key, and within a key by time, partition and offset.
 
     ``rows``: the columns of the table. ``is_delete``: by row. ``is_set``: by row and by column of ``columns``, whether the
     record has a value for the column, null included. ``offsets``: by row. ``is_update``: by row, whether the record makes no
