@@ -13,7 +13,7 @@ from zync_assets.audit.account import Quarantined, read_quarantine, touches
 from zync_assets.audit.coverage import MONOTONIC, file_problems, log_problems
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.avro.types import arrow_type
-from zync_assets.codecs.evolution import differences
+from zync_assets.codecs.evolution import type_differences
 from zync_assets.errors import DataLoss, LakeError, RegistryError, SchemaError
 from zync_assets.ingest.order import own_orders
 from zync_assets.ingest.plan import LEADER_SECONDS, absent_error
@@ -73,7 +73,7 @@ def _diff(registry: Registry | None, prior: WriterSchema, item: WriterSchema) ->
         types = [arrow_type(registry.schema(schema.id)) for schema in (prior, item) if schema.id is not None]
     except (RegistryError, SchemaError):
         return ""
-    return "; ".join(differences(types[0], types[1], item.side))
+    return "; ".join(type_differences(types[0], types[1], item.side))
 
 
 NO_LOSS = "no_unexplained_loss"

@@ -62,15 +62,15 @@ def diff(file: Path, new_file: Path, fmt: Format) -> None:
     """
     old, new = load(file), load(new_file)
     with tempfile.TemporaryDirectory(prefix="zync-diff-") as folder:
-        key_differences = list(differences(old, new, Path(folder)))
-    rows = [{"topic": item.topic, "key": item.key, "old": item.old, "new": item.new} for item in key_differences]
+        changed_keys = list(key_differences(old, new, Path(folder)))
+    rows = [{"topic": item.topic, "key": item.key, "old": item.old, "new": item.new} for item in changed_keys]
     if rows or fmt == "json":
         print_rows(rows, COLUMNS, fmt)
     else:
         click.echo("no key ends up different")
 
 
-def differences(old: Pipeline, new: Pipeline, folder: Path) -> Iterator[KeyDifference]:
+def key_differences(old: Pipeline, new: Pipeline, folder: Path) -> Iterator[KeyDifference]:
     """The keys that end up different, by topic and key. ``folder``: for the scratch lakes.
 
     ZyncError if retention removed raw records that the files need.

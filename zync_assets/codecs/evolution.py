@@ -359,7 +359,7 @@ def is_change(before: tuple[pa.DataType, ...], type: pa.DataType) -> bool:
     return bool(before) and not any(without_connect(old_type).equals(form, check_metadata=True) for old_type in before)
 
 
-def differences(before: pa.DataType, after: pa.DataType, path: str) -> Iterator[str]:
+def type_differences(before: pa.DataType, after: pa.DataType, path: str) -> Iterator[str]:
     """The changes of a writer's schema, one line per field: added, removed, renamed, widened, narrowed or changed."""
     kinds = pa.types
     if before.equals(after, check_metadata=True):
@@ -367,9 +367,9 @@ def differences(before: pa.DataType, after: pa.DataType, path: str) -> Iterator[
     if kinds.is_struct(before) and kinds.is_struct(after):
         yield from _fields(before, after, path)
     elif kinds.is_list(before) and kinds.is_list(after):
-        yield from differences(before.value_type, after.value_type, f"{path}[]")
+        yield from type_differences(before.value_type, after.value_type, f"{path}[]")
     elif kinds.is_map(before) and kinds.is_map(after):
-        yield from differences(before.item_type, after.item_type, f"{path}{{}}")
+        yield from type_differences(before.item_type, after.item_type, f"{path}{{}}")
     elif before != after:
         common_type = wider_type(before, after)
         word = "widened" if common_type == after else "narrowed" if common_type == before else "changed"
@@ -391,7 +391,7 @@ def _fields(before: pa.DataType, after: pa.DataType, path: str) -> Iterator[str]
             yield f"renamed {path}.{original(old[index])} to {original(field)}"
         if unit_of(old[index]) != unit_of(field):
             yield f"changed {below} from {unit_of(old[index]) or 'no unit'} to {unit_of(field) or 'no unit'}"
-        yield from differences(old[index].type, field.type, below)
+        yield from type_differences(old[index].type, field.type, below)
 
 
 def _name(type: pa.DataType) -> str:

@@ -25,7 +25,7 @@ from zync_assets.codecs.avro.schema import with_digests
 from zync_assets.codecs.avro.types import arrow_type
 from zync_assets.codecs.batches import BadPayload, DecodedBatch
 from zync_assets.codecs.dispatch import Decoder, make_decoder
-from zync_assets.codecs.evolution import KEPT_TYPE, Arrival, differences, is_change, merge_types
+from zync_assets.codecs.evolution import KEPT_TYPE, Arrival, is_change, merge_types, type_differences
 from zync_assets.codecs.fields import Note, common_note, connect_note_of, optional, with_connect_note, with_lacking
 from zync_assets.errors import SchemaChanged, SchemaError, SchemaUnknown
 from zync_assets.ingest.order import own_orders
@@ -411,11 +411,11 @@ def _change(
 ) -> tuple[pa.DataType, tuple[str, ...]]:
     """The type to know from now on, and what it changes. ``of_table``: types are the table's, not a writer's."""
     if not of_table or not types:
-        return type, tuple(differences(types[-1], type, side)) if is_change(types, type) else ()
+        return type, tuple(type_differences(types[-1], type, side)) if is_change(types, type) else ()
     if not _merges(types[-1], type):
-        return types[-1], tuple(differences(types[-1], type, side))
+        return types[-1], tuple(type_differences(types[-1], type, side))
     merged_type = merge_types(types[-1], type, side)
-    return merged_type, tuple(differences(types[-1], merged_type, side))
+    return merged_type, tuple(type_differences(types[-1], merged_type, side))
 
 
 def _merges(column: pa.DataType | None, type: pa.DataType) -> bool:

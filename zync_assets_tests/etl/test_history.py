@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zync_assets.cli.diff import differences
+from zync_assets.cli.diff import key_differences
 from zync_assets_tests.etl.test_rebuild import Make, make, rebuilt, rows, sound
 from zync_assets_tests.etl.test_streams import SHOP
 from zync_assets_tests.etl.test_transaction_records import EVENT, TYPE, Source, source
@@ -29,7 +29,7 @@ transforms:
 def shown(it: Mini, edited: Mini, folder: Path) -> dict[str, Any]:
     """Key → the new row, as ``zync diff`` shows it."""
     folder.mkdir()
-    return {str(item.key): item.new for item in differences(it.pipeline, edited.pipeline, folder)}
+    return {str(item.key): item.new for item in key_differences(it.pipeline, edited.pipeline, folder)}
 
 
 @pytest.mark.slow

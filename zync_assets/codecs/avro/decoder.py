@@ -19,7 +19,7 @@ from zync_assets.codecs.avro.schema import Node, digest, is_hollow, note_of, par
 from zync_assets.codecs.avro.types import lake_type, plain_type
 from zync_assets.codecs.avro.values import TrailingBytes, row_reader, to_lake
 from zync_assets.codecs.batches import DecodedBatch, Group, assemble, bad_records, is_native
-from zync_assets.codecs.evolution import Arrival, differences, merge_types, misfit
+from zync_assets.codecs.evolution import Arrival, merge_types, misfit, type_differences
 from zync_assets.errors import SchemaError, SchemaUnknown
 
 HEADER = 5
@@ -180,7 +180,7 @@ class AvroDecoder:
         self._arrivals.append(arrival)
         self._schema_ids[schema_id] = None
         if self._fixed_schema and arrival.changes:
-            self._refusals[schema_id] = "; ".join(differences(self._schema_types[-1], type, "value"))
+            self._refusals[schema_id] = "; ".join(type_differences(self._schema_types[-1], type, "value"))
         else:
             self._schema_types = (*self._schema_types, type)
 

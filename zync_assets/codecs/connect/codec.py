@@ -27,7 +27,7 @@ from zync_assets.codecs.avro.values import from_lake as from_avro_lake
 from zync_assets.codecs.batches import DecodedBatch, EncodedBatch, Group, assemble, bad_records
 from zync_assets.codecs.connect.payloads import has_columns, parse_at, parse_json, read_columns, row_reader, write_row
 from zync_assets.codecs.connect.schema import Connect, from_lake, lake_type, note_of, parse_connect, plain_type, to_lake
-from zync_assets.codecs.evolution import Arrival, check_writable, conform, differences, merge_types, misfit
+from zync_assets.codecs.evolution import Arrival, check_writable, conform, merge_types, misfit, type_differences
 from zync_assets.codecs.json.columns import json_texts
 from zync_assets.codecs.json.values import json_reader
 from zync_assets.errors import SchemaError
@@ -252,7 +252,7 @@ class ConnectDecoder:
             arrival = Arrival(int(rows.min()), None, merged_type, before, note_of(node))
             self._arrivals.append(arrival)
             if arrival.changes and self._fixed_schema:
-                reason = "; ".join(differences(self._type, merged_type, "payload"))
+                reason = "; ".join(type_differences(self._type, merged_type, "payload"))
                 errors.update({int(row): f"the schema is new: {reason}" for row in rows})
                 return False
             self._type = merged_type

@@ -35,7 +35,7 @@ from zync_assets.etl.views.differences import DUPLICATE
 from zync_assets.etl.views.failures import check_places, row_checks, table_failures, view_failures, with_reason
 from zync_assets.etl.views.maintenance import Maintenance
 from zync_assets.etl.views.query import Query, rule_types
-from zync_assets.etl.views.rebuild import differences, raw_rows
+from zync_assets.etl.views.rebuild import raw_rows, staged_differences
 from zync_assets.etl.views.state import StateFiles, StateReader, state_files
 from zync_assets.etl.views.state_index import indexed_columns, join_columns, write_index
 from zync_assets.etl.views.tables import (
@@ -306,7 +306,7 @@ def _results(
             results = maintenance.results(target, columns)
         if stage.rebuild is not None and stage.state is not None and results is not None:
             staged_rows = frames.output_frame(stage.spark, stage.state, rule.out)
-            changed_rows = differences(
+            changed_rows = staged_differences(
                 results, staged_rows, rule.out, index, stage.ordering, stage.state.head, types[0]
             )
             results = checkpoint(changed_rows)

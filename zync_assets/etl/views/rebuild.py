@@ -134,7 +134,7 @@ def refuse_other_keys(topic: str, live: DataFrame, head: Head, kinds: Collection
         )
 
 
-def differences(
+def staged_differences(
     rows: DataFrame, staged: DataFrame, topic: str, index: int, ordering: Ordering, head: Head, kind: DataType
 ) -> DataFrame:
     """The result rows (``kind``) that differ from the last staged record of their key, and a tombstone for each staged key
