@@ -54,10 +54,8 @@ BATCH_OFFSETS = 1_000_000
 
 @dataclass(frozen=True)
 class SinkPlan:
-    """The state of a target table compared with its source.
-
-    ``ends``: partition → the end of the source; ``starts``: partition → the lowest offset that the source holds.
-    """
+    """The state of a target table compared with its source. ``starts``, ``ends``: partition → the lowest offset that the source
+    holds, and the source's end."""
 
     pipeline: Pipeline = field(repr=False)
     sink: Sink
@@ -271,8 +269,8 @@ def plan_sink(
     *,
     check: bool = True,
 ) -> SinkPlan:
-    """The next batch of a target table. ``limit``: the most offsets of the batch; ``check``: whether the position must fit the
-    lake.
+    """The next batch of a target table. ``limit``: the most offsets of the batch. ``check``: False for the state alone, without
+    a batch. The position need not fit the lake then, and no raw file is read.
 
     Raises SinkError if the target's position belongs to another table of the lake, DataLoss if retention removed raw records
     that the target lacks, and TargetUnavailable.
@@ -292,8 +290,9 @@ def plan_sink(
         starts = {} if state is None else {**state.first, **state.retention_start}
         ends = {} if state is None else dict(state.next)
     plan = SinkPlan(pipeline, sink, table, progress, snapshot, state, starts, ends, ())
-    if check:
-        _check_origin(plan)
+    if not check:
+        return plan
+    _check_origin(plan)
     if isinstance(state, RawState) and sink.mode == "upsert" and plan.lag > limit:
         # After new partitions, the records of a key may be in several of them. A later batch must not have an older record.
         return replace(plan, ranges=time_batch({"": state}, {"": plan.missing}, limit, limit)[""])

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from zync_assets.errors import SinkError
+from zync_assets.errors import LakeError, SinkError
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Sink, SinkTable
 from zync_assets.sinks.columns import IS_DELETE, OFFSET, PARTITION
@@ -139,3 +139,19 @@ def test_a_name_that_the_target_would_cut_is_refused(
         assert found.startswith("sink house, Raw.rows: ")
         assert text in found
         assert found.endswith(f"Give a shorter name with {key}.")
+
+
+def test_a_raw_file_that_is_gone_stops_the_next_batch_and_hides_no_state(tmp_path: Path) -> None:
+    filled(tmp_path)
+    text = TEXT + "sinks: [{name: shop, type: sqlite, url: shop.db, from: [Raw.rows], table: rows, key: [id]}]\n"
+    pipeline = loaded(tmp_path, text)
+    [sink] = pipeline.sinks
+    folder = tmp_path / "lake/Raw/rows"
+    for file in folder.glob("*.parquet"):
+        file.unlink()
+    with pytest.raises(
+        LakeError, match=rf"file {folder}/.*\.parquet can't be read: .*No such file.* Restore it from a copy"
+    ):
+        plan_sink(pipeline, sink, sink.tables[0], 5)
+    plan = plan_sink(pipeline, sink, sink.tables[0], 5, check=False)
+    assert (plan.lag, plan.nothing_to_do) == (30, True)
