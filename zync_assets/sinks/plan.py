@@ -272,8 +272,7 @@ def plan_sink(
     """The next batch of a target table. ``limit``: the most offsets of the batch. ``check``: False for the state alone, without
     a batch. The position need not fit the lake then, and no raw file is read.
 
-    Raises SinkError if the target's position belongs to another table of the lake, DataLoss if retention removed raw records
-    that the target lacks, and TargetUnavailable.
+    Raises SinkError for the position of another table of the lake, DataLoss for lost raw records, and TargetUnavailable.
     """
     snapshot = snapshot or Snapshot(pipeline)
     # The target before its source: another run may be at work, and must not look ahead of the lake.
@@ -293,7 +292,9 @@ def plan_sink(
     if not check:
         return plan
     _check_origin(plan)
-    if isinstance(state, RawState) and sink.mode == "upsert" and plan.lag > limit:
+    if plan.lag <= limit:
+        return replace(plan, ranges=plan.missing)
+    if isinstance(state, RawState) and sink.mode == "upsert":
         # After new partitions, the records of a key may be in several of them. A later batch must not have an older record.
         return replace(plan, ranges=time_batch({"": state}, {"": plan.missing}, limit, limit)[""])
     ranges: list[OffsetRange] = []

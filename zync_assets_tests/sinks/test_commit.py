@@ -405,6 +405,14 @@ def test_the_latest_record_of_a_key_wins_after_new_partitions_moved_the_key(
         count += 1
     assert count >= 5
     assert sorted(rows(it)) == [("one", "h"), ("three", "h"), ("two", "h")]
+    # One batch takes a backlog that fits, however uneven the partitions are.
+    it.send(it.left, *(("one", row(1, text)) for text in "ijklm"), times=range(second, second + 5))
+    it.send(it.left, ("one", row(1, "n")), partition=1, times=[second + 5])
+    it.ingest()
+    plan = plan_sink(it.pipeline, sink, sink.tables[0], 6)
+    assert plan.ranges == plan.missing
+    commit_sink(read_source(lambda: spark, plan))
+    assert ("one", "n") in rows(it)
 
 
 APPENDED = (
