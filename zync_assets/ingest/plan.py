@@ -7,9 +7,10 @@ read_input    the lazy batch: Spark reads and decodes the ranges when it is aske
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -23,11 +24,11 @@ from zync_assets.ingest.files import RangeReading, decoded_types
 from zync_assets.ingest.shape import looks_at_time, shaped_records
 from zync_assets.ingest.source import TopicSource, read_chunks
 from zync_assets.ingest.task import side_types
-from zync_assets.kafka.reader import ANEW
+from zync_assets.kafka.reader import ANEW, read_range
 from zync_assets.kafka.topics import TopicState, led_state, offsets_at
 from zync_assets.lake import raw
 from zync_assets.lake.raw import RawState
-from zync_assets.lake.raw_files import raw_schema
+from zync_assets.lake.raw_files import highest_times, raw_schema
 from zync_assets.offsets import LEAST, OffsetRange, new_ranges, offset_count, shares
 from zync_assets.pipeline import Input, Pipeline
 from zync_assets.spark.session import Session, lazy_session
@@ -149,7 +150,7 @@ def plan_ingest(
         ]
     if ranges:
         check_before_ingest(pipeline, item, state)
-    within_limit = earliest(ranges, limit, lambda time: offsets_at(pipeline.kafka, topic, time, topic_state))
+    within_limit = earliest(ranges, limit, _time_index(pipeline, item, topic_state, state, ranges))
     return IngestPlan(item, topic_state, state, tuple(within_limit), first, losses, lag)
 
 
@@ -314,6 +315,45 @@ def earliest(
         left -= count
         batch.append(replace(part, end=part.end + count))
     return [part for part in batch if not part.empty]
+
+
+def _time_index(
+    pipeline: Pipeline, item: Input, topic_state: TopicState, state: RawState | None, ranges: Sequence[OffsetRange]
+) -> Callable[[int], Mapping[int, int]]:
+    """The ``offsets_of`` of ``earliest``, by the carried time of records.
+
+    Kafka finds a time by the highest timestamp so far. After a record with a timestamp in the future, it therefore finds no later
+    record of the partition. There, the times of records are read, one by one.
+    """
+
+    @cache
+    def stuck_parts() -> list[OffsetRange]:
+        at_present = offsets_at(pipeline.kafka, item.topic, now_millis(), topic_state)
+        return [part for part in ranges if at_present.get(part.partition, part.end) <= part.first]
+
+    @cache
+    def floors() -> dict[int, int]:
+        return highest_times(state)
+
+    @cache
+    def time_at(partition: int, offset: int, end: int) -> int:
+        batches = read_range(pipeline.kafka, item.topic, partition, offset, end, batch_records=1)
+        timestamp = next((batch.column("timestamp")[0].as_py() for batch in batches), MOST_TIME)
+        return max(timestamp or 0, floors().get(partition, 0))
+
+    def offsets_of(time: int) -> dict[int, int]:
+        offsets = offsets_at(pipeline.kafka, item.topic, time, topic_state)
+        for part in stuck_parts():
+            partition, end = part.partition, part.end
+            offsets[partition] = bisect_left(
+                range(end),
+                time,
+                lo=part.first,
+                key=lambda at, partition=partition, end=end: time_at(partition, at, end),
+            )
+        return offsets
+
+    return offsets_of
 
 
 def task_ranges(spark: SparkSession, plan: IngestPlan) -> list[OffsetRange]:

@@ -22,7 +22,7 @@ from zync_assets.checks.output_checks import reachable
 from zync_assets.cli.main import main
 from zync_assets.errors import CommitConflict, DataLoss, TopicMissing, TopicRecreated
 from zync_assets.ingest.commit import commit_raw
-from zync_assets.ingest.plan import earliest, plan_ingest, read_input
+from zync_assets.ingest.plan import earliest, now_millis, plan_ingest, read_input
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine_table import quarantine_files
@@ -90,6 +90,21 @@ def test_a_long_backlog_is_ingested_in_the_order_of_time(make: Make) -> None:
         commit_raw(it.pipeline, read_input(it.spark, it.pipeline, plan))
     # The third record of partition 0 is of day 1, after a record of day 4.
     assert batches == [{0: 1, 2: 2}, {2: 4, 0: 2}, {0: 3, 1: 2}, {1: 4, 0: 4}]
+
+
+def test_a_timestamp_in_the_future_does_not_hide_the_times_after_it(make: Make) -> None:
+    """Kafka finds no time in partition 0 after its first record. Ingest would take partition 0 last, with older records."""
+    it = make(partitions=2)
+    it.send(it.left, row(1), times=[now_millis() + 1_800_000])
+    it.ingest(it.left)
+    now = now_millis()
+    it.send(it.left, row(1, "a"), row(1, "c"), row(1, "e"), times=[now, now + 2, now + 4])
+    it.send(it.left, row(1, "b"), row(1, "d"), partition=1, times=[now + 1, now + 3])
+    batches: list[dict[int, int]] = []
+    while (plan := plan_ingest(it.pipeline, it.left, limit=2)).ranges:
+        batches.append({part.partition: part.end for part in plan.ranges})
+        commit_raw(it.pipeline, read_input(it.spark, it.pipeline, plan))
+    assert batches == [{0: 2, 1: 1}, {0: 3, 1: 2}, {0: 4}]
 
 
 timed = st.lists(st.lists(st.none() | st.integers(0, 5), max_size=8), min_size=1, max_size=4)
