@@ -429,7 +429,7 @@ def each_check(pipeline: Pipeline) -> list[Callable[[], CheckResult]]:
     for item in pipeline.inputs:
         blocking_checks = [partial(check, pipeline, item.topic, None) for check in raw_checks.BLOCKING.values()]
         checks += [partial(record_check, pipeline, item.pool, check) for check in blocking_checks]
-        other_checks = raw_checks.schema_change, raw_checks.quarantine_size
+        other_checks = reachable, raw_checks.schema_change, raw_checks.quarantine_size
         checks += [partial(check, pipeline, item.topic) for check in other_checks]
     for pool in pipeline.staging_pools:
         topics = [output.topic for output in pipeline.outputs_of(pool)]
