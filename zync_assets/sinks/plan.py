@@ -294,7 +294,7 @@ def plan_sink(
     _check_origin(plan)
     if plan.lag <= limit:
         return replace(plan, ranges=plan.missing)
-    if isinstance(state, RawState) and sink.mode == "upsert":
+    if isinstance(state, RawState) and sink.mode == "upsert" and len(plan.missing) > 1:
         # After new partitions, the records of a key may be in several of them. A later batch must not have an older record.
         return replace(plan, ranges=time_batch({"": state}, {"": plan.missing}, limit, limit)[""])
     ranges: list[OffsetRange] = []

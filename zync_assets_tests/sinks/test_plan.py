@@ -18,6 +18,7 @@ from zync_assets.sinks.columns import IS_DELETE, OFFSET, PARTITION
 from zync_assets.sinks.commit import in_tasks
 from zync_assets.sinks.plan import layout, plain_source, plan_sink, source_frame
 from zync_assets_tests.bench.data import append_raw, texts
+from zync_assets_tests.lake.test_sequence import append
 from zync_assets_tests.pipeline_file.problems import loaded
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ def test_a_name_that_the_target_would_cut_is_refused(
 
 
 def test_a_raw_file_that_is_gone_stops_the_next_batch_and_hides_no_state(tmp_path: Path) -> None:
-    filled(tmp_path)
+    times = [(offset, offset) for offset in range(15)]
+    append(f"{tmp_path}/lake", {("rows", 0): times, ("rows", 1): times})
     text = TEXT + "sinks: [{name: shop, type: sqlite, url: shop.db, from: [Raw.rows], table: rows, key: [id]}]\n"
     pipeline = loaded(tmp_path, text)
     [sink] = pipeline.sinks
