@@ -97,12 +97,17 @@ def stop(processes: Iterable[psutil.Process], *, gently: bool = True, seconds: f
         raise SetupError(f"Process {process.pid} does not end: it waits for the disk, or is another user's.")
 
 
-def kill_children(variable: str) -> None:
-    """Kill the children of this process with that variable in their environment."""
-    for child in psutil.Process().children():
+def children() -> frozenset[psutil.Process]:
+    """The processes that this process has started."""
+    return frozenset(psutil.Process().children())
+
+
+def kill_children(earlier: frozenset[psutil.Process]) -> None:
+    """Kill the children of this process but ``earlier`` children: also a child that has not begun its own program yet, whose
+    command and environment are still those of this process."""
+    for child in children() - earlier:
         with contextlib.suppress(psutil.Error):
-            if variable in child.environ():
-                child.kill()
+            child.kill()
 
 
 def wait(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:

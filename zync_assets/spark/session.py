@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from zync_assets.errors import SetupError, SparkUnavailable
 from zync_assets.local.java import find_java
-from zync_assets.local.processes import interrupts_later, jvm_output, kill_children, python_environment
+from zync_assets.local.processes import children, interrupts_later, jvm_output, kill_children, python_environment
 from zync_assets.pipeline import SHARED
 from zync_assets.private import of, private
 from zync_assets.spark import shared_servers
@@ -107,11 +107,6 @@ def use_this_machine() -> None:
     share_classes(java)
 
 
-_FILE_OF_CONNECTION = "_PYSPARK_DRIVER_CONN_INFO_PATH"
-"""The variable of a JVM's environment with the file for PySpark. PySpark removes its folder when a start is interrupted, and the
-JVM would stay for ever."""
-
-
 def start_jvm(settings: Mapping[str, str]) -> None:
     """Start this process's JVM, unless it runs already. Its command line holds only the settings without secrets.
 
@@ -137,12 +132,14 @@ def start_jvm(settings: Mapping[str, str]) -> None:
         # Spark's Python workers inherit the environment of the JVM.
         # The JVM ends later than this process. Who reads this process's stdout to its end does not wait for the JVM.
         with interrupts_later(), _variables(python_environment()), jvm_output() as (output, first_words):
+            earlier = children()
             try:
                 gateway = launch_gateway(public, {"stdout": output, "stderr": output})
             except PySparkRuntimeError as error:
                 raise _start_error(first_words() or cause_line(error)) from None
             except KeyboardInterrupt:
-                kill_children(_FILE_OF_CONNECTION)
+                # PySpark removes the folder in which the JVM writes its port. The JVM would stay for ever.
+                kill_children(earlier)
                 raise
             start(gateway=gateway)
 

@@ -1,0 +1,27 @@
+"""Processes of this machine: which end with the process that started them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import os, subprocess, sys, time
+from zync_assets.local import processes
+
+earlier_child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+earlier = processes.children()
+# A child between fork and exec, where a Ctrl-C may find it.
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+processes.kill_children(earlier)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), earlier_child.poll())
+earlier_child.kill()
+"""
+
+
+def test_new_children_are_killed_before_they_begin_their_program_and_earlier_ones_stay() -> None:
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    assert run.stdout == "-9 None\n"
