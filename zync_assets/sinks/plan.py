@@ -83,8 +83,8 @@ class SinkPlan:
     @property
     def missing(self) -> tuple[OffsetRange, ...]:
         """The offsets that the target lacks, those of later batches too."""
-        parts = (OffsetRange(p, self.progress.next.get(p, self.starts[p]), end) for p, end in sorted(self.ends.items()))
-        return tuple(part for part in parts if part.first < part.end)
+        parts = ((p, self.progress.next.get(p, self.starts[p]), end) for p, end in sorted(self.ends.items()))
+        return tuple(OffsetRange(p, first, end) for p, first, end in parts if first < end)
 
     @property
     def lag(self) -> int:

@@ -20,7 +20,7 @@ def test_a_sound_pipeline_has_warnings_at_most(sound_chain: Chain) -> None:
     found = CliRunner().invoke(main, ["check", str(sound_chain.pipeline.path), "--format", "json"])
     rows = [json.loads(line) for line in found.stdout.splitlines()]
     assert [row["check"] for row in rows] == [
-        *(["monotonic_offsets", "no_unexplained_loss", "schema_change", "quarantine_size"] * 2),
+        *(["monotonic_offsets", "no_unexplained_loss", "reachable", "schema_change", "quarantine_size"] * 2),
         "exactly_once_done_coverage",
         "contiguous_output_offsets",
         "pending_age",

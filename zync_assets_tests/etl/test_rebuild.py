@@ -467,7 +467,7 @@ def test_a_rebuild_that_was_killed_goes_on(make: Make, points: Sequence[str]) ->
         it.send(it.left, *((f"k{at}", row(at, "l")) for at in range(number * 3, number * 3 + 3)))
         it.send(it.right, *((f"k{at}", row(at, "r")) for at in range(number * 3, number * 3 + 2)))
         it.step()
-    four = "from zync_assets.etl import plan\nplan.plan_etl.__defaults__ = (*plan.plan_etl.__defaults__[:1], 4, None)"
+    four = "from zync_assets.etl import plan\nplan.plan_etl.__defaults__ = (*plan.plan_etl.__defaults__[:1], 6, None)"
     staged = 4
     for number, point in enumerate(points):
         edited = it.edited(BOTH + JOIN.replace("left.value.v", f"left.value.v || '{number}'"))

@@ -157,3 +157,12 @@ def test_a_raw_file_that_is_gone_stops_the_next_batch_and_hides_no_state(tmp_pat
         plan_sink(pipeline, sink, sink.tables[0], 5)
     plan = plan_sink(pipeline, sink, sink.tables[0], 5, check=False)
     assert (plan.lag, plan.nothing_to_do) == (30, True)
+
+
+def test_a_position_past_the_end_of_the_source_is_no_lag(tmp_path: Path) -> None:
+    """A lake that came back from a copy. ``zync status`` shows the table, and the sink says what to do."""
+    filled(tmp_path)
+    sink = Sink("all", "sqlite", f"sqlite:///{tmp_path}/it.db")
+    plan = plan_sink(loaded(tmp_path, TEXT), sink, SinkTable("Raw", "rows", "rows", staged=False))
+    assert plan.lag == 30
+    assert replace(plan, progress=replace(plan.progress, next={0: 31})).lag == 0
