@@ -307,7 +307,7 @@ def earliest(
     times = range(MOST_TIME)
     later = bisect_right(times, limit, key=lambda time: offset_count(before(time)))
     parts = before(later - 1) if later else [replace(part, end=part.first) for part in ranges]
-    # Then records of one time, partition by partition. Records without a time are before all times, or after the last one.
+    # The rest of the limit takes records of one time, partition by partition.
     tied_parts = before(later) if later < MOST_TIME else ranges
     left, batch = limit - offset_count(parts), list[OffsetRange]()
     for part, tied in zip(parts, tied_parts, strict=True):
@@ -323,7 +323,7 @@ def _time_index(
     """The ``offsets_of`` of ``earliest``, by the carried time of records.
 
     Kafka finds a time by the highest timestamp so far. After a record with a timestamp in the future, it therefore finds no later
-    record of the partition. There, the times of records are read, one by one.
+    record of the partition. Ingest then reads the times of single records of this partition.
     """
 
     @cache

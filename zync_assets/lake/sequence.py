@@ -4,8 +4,8 @@ A *stream* is a partition of an input topic. Within a stream the order never dec
 the orders of a *domain*, which the source database gave the records. Other streams have the carried time as their order
 (``time_batch``).
 
-A *key* is a place in the sequence: the order, and the tie-breakers input, partition and offset. A batch ends at one key for all
-of its streams. The outputs of the batches, one batch after the other, are therefore in the sequence that one sort of all
+A *key* is a place in the sequence: the order, and the tie-breakers input, partition and offset. All streams of a
+batch end at one key. The outputs of the batches, one batch after the other, are therefore in the sequence that one sort of all
 outputs gives, wherever the batches end.
 
 The functions are pure, but for ``time_batch``, which reads the times of the files at the end of a batch.

@@ -100,7 +100,7 @@ def test_the_records_below_a_value_are_the_sum_over_all_spans(found: list[tuple[
 
 
 def test_keys_divide_evenly_whatever_part_of_the_order_records_share() -> None:
-    """Orders that differ, one transaction with many changes, and a snapshot, whose records all have one order."""
+    """The orders differ, or belong to one transaction, or are those of a snapshot, which are equal."""
     apart = [OrderSpan((0, 0), (1000, 0), 1000.0)]
     assert [key.high for key in keys_at(apart, [250, 500])] == [250, 500]
     same_high = [OrderSpan((7, 0), (7, 1000), 1000.0), OrderSpan((7, 0), (7, 1000), 1000.0, 1)]

@@ -1,4 +1,4 @@
-"""Processes of this machine: which end with the process that started them."""
+"""The end of the processes that a process has started."""
 
 from __future__ import annotations
 
