@@ -206,7 +206,7 @@ def reachable(pipeline: Pipeline, topic: str) -> CheckResult:
         if state is None:
             raise absent_error(item, was_there=raw is not None)
         if raw is not None:
-            losses_of(item, state, raw, dict.fromkeys(partition_numbers(state), 0) | dict(raw.next))
+            losses_of(item, state, raw, raw.next)
     except (KafkaError, TableDamaged) as error:
         return conclude(REACHABLE, subject, "error", [str(error)], "", {})
     numbers = {"partitions": len(state.partitions), "offsets": sum(item.end - item.low for item in state.partitions)}

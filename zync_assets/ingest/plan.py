@@ -255,13 +255,13 @@ def _is_behind(topic_state: TopicState | None, state: RawState | None) -> bool:
 def losses_of(
     item: Input, topic_state: TopicState, state: RawState | None, position: Mapping[int, int]
 ) -> tuple[OffsetRange, ...]:
-    """The offsets from ``position`` on (partition → next offset) that retention removed. Raises TopicRecreated,
-    TopicTruncated, and DataLoss unless the input says ``on-data-loss: continue``."""
+    """The offsets from ``position`` on (partition → next offset; 0 for other partitions) that retention removed. Raises
+    TopicRecreated, TopicTruncated, and DataLoss unless the input says ``on-data-loss: continue``."""
     if state is not None and not state.is_from(topic_state.topic_id):
         raise recreation_error(item, topic_state)
     losses: list[OffsetRange] = []
     for part in topic_state.partitions:
-        upcoming = position.get(part.partition, part.low)
+        upcoming = position.get(part.partition, 0)
         new = state is not None and part.partition not in state.next
         if part.end < upcoming:
             raise TopicTruncated(
