@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets import pipeline_file
+from zync_assets.codecs.arrays import pc
 from zync_assets.lake import raw, storage
 from zync_assets.pipeline import Pipeline
 from zync_assets.runner import etl_all
@@ -99,11 +100,12 @@ def invoices_of(numbers: np.ndarray[Any, Any]) -> pa.Array:
 
 def statuses_of(records: np.ndarray[Any, Any]) -> pa.Array:
     """Values of STATUS, two of each invoice: the creation of its status, and an update."""
-    is_update = records % 2 == 1
+    # pyarrow makes chunks of a large array of NumPy's texts.
+    is_update = pa.array(records % 2 == 1)
     columns = [
-        pa.array(np.where(is_update, "u", "c")),
+        pc.if_else(is_update, "u", "c"),
         pa.array(records // 2, pa.int64()),
-        pa.array(np.where(is_update, "paid", "new")),
+        pc.if_else(is_update, "paid", "new"),
     ]
     return pa.StructArray.from_arrays(columns, [field["name"] for field in STATUS["fields"]])
 
