@@ -283,7 +283,8 @@ def _difference(spec: TableSpec, row: dict[str, Any], is_whole: bool, padded: fr
     names = [
         column.name
         for column, source_value, table_value, mark in pairs
-        if mark == "1" and not _is_same(source_value, table_value, is_padded=column.name in padded)
+        if (mark == "1" or (mark == "3" and is_whole))
+        and not _is_same(source_value, table_value, is_padded=column.name in padded)
     ]
     return f"another value in {', '.join(names)}" if names else None
 

@@ -10,7 +10,7 @@ is decoded by its own writer's schema.
   decimal → decimal. Two decimals become a decimal with enough digits on each side of the point. Old files stay as they are, and
   readers widen their values. (Only Avro's own promotion of a long past 2^53 to a double rounds.)
 - string and bytes fit into a column of either type; bytes that are not UTF-8 don't fit into a string.
-- A field that a writer's schema lacks is null. A default is not filled in, because it would look like a source's value.
+- A field that a writer's schema lacks is null. The schema's default is a note of the field (``with_lacking``).
 - The column keeps the properties of Connect's notes that every writer's schema has (``fields``).
 
 ``written_form`` is for output schemas of Kafka Connect that write a column in another form than the lake's:
@@ -22,15 +22,13 @@ is decoded by its own writer's schema.
 | date32 | int32 | ``io.debezium.time.Date`` |
 | string | struct | ``io.debezium.data.VariableScaleDecimal`` |
 
-``differences`` says in words how a new writer schema differs.
-
 Source: Avro specification 1.12, "Schema Resolution"; Delta protocol, "Supported Type Changes".
 """
 
 from __future__ import annotations
 
 import decimal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +37,13 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import is_valid, list_of, list_parts, map_entries, pc, struct_of
 from zync_assets.codecs.fields import (
     PLAIN,
+    Default,
     Note,
+    default_of,
     fields_of,
     in_lake,
+    lacked_by,
+    lacking,
     lake_type_of,
     maybe_missing,
     merge_notes,
@@ -49,6 +51,7 @@ from zync_assets.codecs.fields import (
     places,
     unit_factor,
     unit_of,
+    with_default,
     without_connect,
 )
 from zync_assets.codecs.spark_types import spark_ddl
@@ -201,6 +204,55 @@ def _merge_structs(target: Any, writer: Any, path: str) -> pa.DataType:
         else:
             fields.append(in_lake(maybe_missing(new), [field.name for field in fields]))
     return pa.struct(fields)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A part of a writer's schema. ``defaults``: path below the part → the default of the field, as in ``fields.Default``."""
+
+    type: pa.DataType
+    defaults: Mapping[tuple[str, ...], str]
+
+    def below(self, index: int) -> Writer:
+        """The part in a field of the struct. The field's own default has the path ()."""
+        item = fields_of(self.type)[index]
+        return Writer(
+            item.type, {path[1:]: text for path, text in self.defaults.items() if path[:1] == (original(item),)}
+        )
+
+
+def with_lacking(type: pa.DataType, writers: Mapping[int, Writer]) -> pa.DataType:
+    """A column's type where each field of a struct notes the writers' schemas that lack the field, and its default.
+    ``writers``: registry id → schema, in the order in which the schemas came. Notes about other schemas stay.
+    """
+    if not pa.types.is_struct(type):
+        return type
+    indices_by_writer = {
+        number: places(type, writer.type) for number, writer in writers.items() if pa.types.is_struct(writer.type)
+    }
+    fields: list[pa.Field] = []
+    for index, item in enumerate(fields_of(type)):
+        parts = {
+            number: writers[number].below(indices.index(index))
+            for number, indices in indices_by_writer.items()
+            if index in indices
+        }
+        lacking_ids = (indices_by_writer.keys() - parts.keys()) | ({*lacking(item)} - writers.keys())
+        new_field = lacked_by(item.with_type(with_lacking(item.type, parts)), lacking_ids)
+        first = next(iter(parts), None)
+        text = parts[first].defaults.get(()) if first is not None else None
+        if first is not None and text is not None and default_of(item) is None and _is_value(text, item.type):
+            ids = list(indices_by_writer)
+            new_field = with_default(new_field, Default(text, tuple(ids[: ids.index(first)])))
+        fields.append(new_field)
+    return pa.struct(fields)
+
+
+def _is_value(text: str, type: pa.DataType) -> bool:
+    try:
+        return pa.scalar(text).cast(type).is_valid
+    except pa.ArrowException:
+        return False
 
 
 def holds(table: pa.DataType | None, file: pa.DataType) -> bool:

@@ -28,8 +28,9 @@ another name.
 A time that is a plain number has a unit, because its type does not show the unit: 5 may be seconds or nanoseconds. A
 number in a coarser unit is converted to the column's unit. A number in a finer unit can't go into the column.
 
-The properties of Kafka Connect's schemas are a note too (see above). The last note names the writers' schemas that
-lack the field, by their registry ids: a null in their records is no null of the source.
+The properties of Kafka Connect's schemas are a note too (see above). Another note names the writers' schemas that lack the
+field, by their registry ids: a null in their records is no null of the source. The last note is the field's default: ADD
+COLUMN ... DEFAULT gives the value to the rows that are there, and a source makes no records of them.
 """
 
 from __future__ import annotations
@@ -169,6 +170,7 @@ _ORIGINAL = b"zync.name"
 _UNIT = b"zync.unit"
 _CONNECT = b"zync.connect"
 _LACKING = b"zync.lacking"
+_DEFAULT = b"zync.default"
 
 _FACTORS = {"millis": 1_000_000, "micros": 1_000, "nanos": 1}
 
@@ -287,6 +289,32 @@ def lacking(field: pa.Field) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(",")) if text else ()
 
 
+@dataclass(frozen=True)
+class Default:
+    """The value that earlier records have in a field which came later. ``text``: Arrow casts it to the field's type; ``ids``: the
+    registry ids of the writers' schemas before the first schema with the field, whose default it is."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+def default_of(field: pa.Field) -> Default | None:
+    """The default of a column's field; None without one."""
+    text = (field.metadata or {}).get(_DEFAULT)
+    if text is None:
+        return None
+    document = json.loads(text)
+    return Default(document["text"], tuple(document["ids"]))
+
+
+def with_default(field: pa.Field, default: Default | None) -> pa.Field:
+    """The field with a default that some records lack."""
+    if default is None or not default.ids:
+        return field
+    text = json.dumps({"ids": default.ids, "text": default.text})
+    return field.with_metadata({**(field.metadata or {}), _DEFAULT: text.encode()})
+
+
 def has_lacking(type: pa.DataType) -> bool:
     """Whether some writer's schema lacks a field of the column."""
     return pa.types.is_struct(type) and any(lacking(item) or has_lacking(item.type) for item in fields_of(type))
@@ -298,29 +326,6 @@ def lacked_by(field: pa.Field, numbers: Collection[int]) -> pa.Field:
         return field
     text = ",".join(map(str, sorted(numbers)))
     return field.with_metadata({**(field.metadata or {}), _LACKING: text.encode()})
-
-
-def with_lacking(type: pa.DataType, writers: Mapping[int, pa.DataType]) -> pa.DataType:
-    """A column's type where each field notes the writers' schemas that lack the field. Only fields of structs get the note.
-
-    ``writers``: registry id → the type of the schema. Notes about other schemas stay.
-    """
-    if not pa.types.is_struct(type):
-        return type
-    indices_by_writer = {
-        number: places(type, writer) for number, writer in writers.items() if pa.types.is_struct(writer)
-    }
-    fields: list[pa.Field] = []
-    for index, item in enumerate(fields_of(type)):
-        field_types = {
-            number: fields_of(writers[number])[indices.index(index)].type
-            for number, indices in indices_by_writer.items()
-            if index in indices
-        }
-        other_ids = {*lacking(item)} - writers.keys()
-        lacking_ids = (indices_by_writer.keys() - field_types.keys()) | other_ids
-        fields.append(lacked_by(item.with_type(with_lacking(item.type, field_types)), lacking_ids))
-    return pa.struct(fields)
 
 
 def without_connect(type: pa.DataType) -> pa.DataType:
@@ -354,7 +359,7 @@ def maybe_missing(field: pa.Field) -> pa.Field:
     nullable = field_with_notes(
         field.name, field.type, other_names(field), unit_of(field), optional(note), original(field)
     )
-    return lacked_by(nullable, lacking(field))
+    return with_default(lacked_by(nullable, lacking(field)), default_of(field))
 
 
 def fields_of(type: pa.DataType) -> list[pa.Field]:
@@ -395,7 +400,7 @@ def merge_notes(target: pa.Field, source: pa.Field, type: pa.DataType) -> pa.Fie
     same_values = bool(unit_of(target) and unit_of(source))
     note = common_note(connect_note_of(target), connect_note_of(source), same_values=same_values)
     field = field_with_notes(target.name, type, aliases, unit_of(target) or unit_of(source), note, original(target))
-    return lacked_by(field, {*lacking(target), *lacking(source)})
+    return with_default(lacked_by(field, {*lacking(target), *lacking(source)}), default_of(target))
 
 
 def unit_factor(target: pa.Field, source: pa.Field) -> int | None:

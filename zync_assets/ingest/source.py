@@ -22,11 +22,19 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.avro.schema import with_digests
-from zync_assets.codecs.avro.types import arrow_type
+from zync_assets.codecs.avro.types import arrow_type, field_defaults
 from zync_assets.codecs.batches import BadPayload, DecodedBatch
 from zync_assets.codecs.dispatch import Decoder, make_decoder
-from zync_assets.codecs.evolution import KEPT_TYPE, Arrival, is_change, merge_types, type_differences
-from zync_assets.codecs.fields import Note, common_note, connect_note_of, optional, with_connect_note, with_lacking
+from zync_assets.codecs.evolution import (
+    KEPT_TYPE,
+    Arrival,
+    Writer,
+    is_change,
+    merge_types,
+    type_differences,
+    with_lacking,
+)
+from zync_assets.codecs.fields import Note, common_note, connect_note_of, optional, with_connect_note
 from zync_assets.errors import SchemaChanged, SchemaError, SchemaUnknown
 from zync_assets.ingest.order import own_orders
 from zync_assets.kafka.reader import mark_of, read_range
@@ -323,7 +331,8 @@ def schema_changes(
 def with_lacking_fields(
     schema: pa.Schema, source: TopicSource, state: RawState | None, writers: Sequence[WriterSchema]
 ) -> pa.Schema:
-    """A raw table's columns, each field with the writers' schemas that lack it, where one of ``writers`` is new to the table.
+    """A raw table's columns, each field with its default and the writers' schemas that lack it. They change if one of ``writers``
+    is new to the table.
 
     A schema that the registry no longer has is passed over. RegistryError if the registry can't be asked.
     """
@@ -338,8 +347,15 @@ def with_lacking_fields(
         ]
         column = schema.field(side)
         if len(ids) > 1:
-            types = {number: type for number in ids if (type := _type_of(schema_of, number)) is not None}
-            kind = with_lacking(column.type, types)
+            parts = [(number, _writer_of(schema_of, number)) for number in ids]
+            # A schema before the others may have had the field with another default.
+            is_whole = all(writer is not None for _, writer in parts)
+            known_writers = {
+                number: writer if is_whole else Writer(writer.type, {})
+                for number, writer in parts
+                if writer is not None
+            }
+            kind = with_lacking(column.type, known_writers)
             schema = schema.set(schema.get_field_index(side), column.with_type(kind))
     return schema
 
@@ -374,10 +390,11 @@ def with_side_notes(schema: pa.Schema, table: pa.Schema | None, notes: Mapping[s
     return schema
 
 
-def _type_of(schema_of: Callable[[int], str], number: int) -> pa.DataType | None:
-    """The type of a schema; None if the registry no longer has the schema, or has another or no Avro schema by that id."""
+def _writer_of(schema_of: Callable[[int], str], number: int) -> Writer | None:
+    """A schema; None if the registry no longer has the schema, or has another or no Avro schema by that id."""
     try:
-        return arrow_type(schema_of(number))
+        text = schema_of(number)
+        return Writer(arrow_type(text), field_defaults(text))
     except (SchemaError, SchemaUnknown):
         return None
 

@@ -403,6 +403,10 @@ class ClickhouseTarget(SqlTarget):
         kind = new_type(column)
         return kind if in_key else nullable(kind)
 
+    def default(self, column: Column, kind: SqlType) -> Any:
+        text = super().default(column, kind)
+        return text.removesuffix("Z") if text is not None and pa.types.is_timestamp(column.type) else text
+
     def holds(self, existing: SqlType, column: Column) -> bool:
         return holds(existing, column)
 

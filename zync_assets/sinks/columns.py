@@ -18,9 +18,9 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.fields import connect_note_of, deletes_sql, fields_of
-from zync_assets.codecs.spark_types import original_name
+from zync_assets.codecs.spark_types import original_name, spark_type
 from zync_assets.errors import SinkError, TargetRefused
-from zync_assets.etl.rules.output_schemas import parse_group, value_fields
+from zync_assets.etl.rules.output_schemas import value_fields
 from zync_assets.pipeline import Sink, SinkTable
 from zync_assets.sinks.fold import (
     CREATION,
@@ -33,9 +33,10 @@ from zync_assets.sinks.fold import (
     PartialRecords,
     Records,
     changed,
+    clear_left_out,
 )
 from zync_assets.sinks.target import Column, TableSpec, Target, checked_times, in_units, time_of
-from zync_assets.spark.sql import name_sql
+from zync_assets.spark.sql import name_sql, text_sql
 
 COORDINATES = ("topic", "partition", "offset")
 PARTITION, IS_DELETE, GROUP, LEFT_OUT = "zync_partition", "zync_delete", "zync_schema", "zync_left_out"
@@ -58,7 +59,8 @@ class SourceColumn:
     source's value, whose absence leaves the column as it is; None: every record has the column. ``path``: of the column's field;
     None: the column is an expression. ``units``: microseconds in the unit of a number that becomes a time; 0: no such number.
     ``unset``: whether a record leaves the column as it is for another reason, as SQL; None: no record does. The value of such a
-    record is null, and a null in a key is refused. ``has_other``: whether ``sql`` has another value where the field is null."""
+    record is null, and a null in a key is refused. ``has_other``: whether ``sql`` has another value where the field is null.
+    ``default``: the condition for a record from before the field, and the field's default, as SQL."""
 
     column: Column
     sql: str
@@ -67,6 +69,7 @@ class SourceColumn:
     units: int = 0
     unset: str | None = None
     has_other: bool = False
+    default: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,8 @@ class Layout:
         by_name = {item.column.name: (number, item) for number, item in enumerate(self.columns)}
         is_set = np.ones((batch.num_rows, len(names)), np.bool_)
         if self.schemas:
-            self._without_left_out(batch, names, by_name, is_set)
+            sources = [by_name[name][1].name if name in by_name else None for name in names]
+            clear_left_out(is_set, batch.column(GROUP), batch.column(LEFT_OUT), self.schemas, sources)
         for at, name in enumerate(names):
             if name in by_name and by_name[name][1].unset is not None:
                 is_set[:, at] &= ~batch.column(f"u{by_name[name][0]}").to_numpy(zero_copy_only=False)
@@ -183,27 +187,6 @@ class Layout:
             if name not in by_name:
                 is_set[:, at] = ~(is_partial & rows.column(name).is_null().to_numpy(zero_copy_only=False))
         return is_set
-
-    def _without_left_out(
-        self,
-        batch: pa.RecordBatch,
-        names: Sequence[str],
-        by_name: Mapping[str, tuple[int, SourceColumn]],
-        is_set: Mask,
-    ) -> None:
-        left_out = batch.column(LEFT_OUT)
-        prints = pc.fill_null(batch.column(GROUP), "")
-        paths = pc.fill_null(pc.binary_join(left_out.cast(pa.list_(pa.string())), "\n"), "")
-        groups = pc.binary_join_element_wise(prints, paths, "\n")
-        for group in pc.unique(groups).to_pylist():
-            print_, absent_paths = parse_group(group)
-            fields = self.schemas.get(print_)
-            absent_names = {original_name(path.removeprefix("value.").strip("`")) for path in absent_paths if path}
-            is_in_group = pc.equal(groups, group).to_numpy(zero_copy_only=False)
-            for at, name in enumerate(names):
-                source = by_name[name][1].name if name in by_name else None
-                if source is not None and (source in absent_names or (fields is not None and source not in fields)):
-                    is_set[is_in_group, at] = False
 
 
 def _deletes(batch: pa.RecordBatch) -> pa.BooleanArray:
@@ -237,7 +220,8 @@ def make_layout(
         root, kind = "value.after", kind.field("after").type
         deletes = f"CASE WHEN {NO_VALUE} OR value.op = 'd' THEN true WHEN value.after IS NOT NULL THEN false END"
     fields, is_raw = {name: value_fields(text) for name, text in schemas.items()}, not table.staged
-    partial = PartialRecords(root, kind, fields, is_raw and sink.mode == "upsert", placeholder)
+    # A user's function changes values, so that the database can't give old rows the result of a default.
+    partial = PartialRecords(root, kind, fields, is_raw and sink.mode == "upsert", placeholder, sink.before is None)
     values = {item.column.name: item for item in _side(root, kind, "value", partial)}
     in_key = {name: _with_before(item, kind, before) for name, item in values.items()} if envelope else values
     keys = _key(sink, table, sides, in_key)
@@ -432,13 +416,24 @@ def _side(root: str, kind: pa.DataType, side: str, partial: PartialRecords | Non
         column = Column(name, column_type, f"{side}.{name}", note=note.name)
         source_name, path = name if side == "value" else None, (*root.split("."), item.name)
         unset = partial.unset(item) if partial is not None else None
-        yield SourceColumn(column, f"{root}.{name_sql(item.name)}", source_name, path, units, unset)
+        source = SourceColumn(column, f"{root}.{name_sql(item.name)}", source_name, path, units, unset)
+        default = partial.default(item) if partial is not None else None
+        if default is not None:
+            condition, value = default
+            value_sql = (
+                f"CAST({text_sql(value.cast(pa.string())[0].as_py())} AS {spark_type(item.type).simpleString()})"
+            )
+            column = replace(column, default=_target_values(value, source)[0])
+            source = replace(source, column=column, default=(condition, value_sql))
+        yield source
 
 
 def _value(item: SourceColumn) -> str:
     """The SQL of a column's value as the frame has it."""
     # An expression could fail on Debezium's placeholder.
-    sql = item.sql if item.unset is None else f"CASE WHEN coalesce({item.unset}, false) THEN NULL ELSE {item.sql} END"
+    default = "" if item.default is None else "WHEN {} THEN {} ".format(*item.default)
+    unset = "" if item.unset is None else f"WHEN coalesce({item.unset}, false) THEN NULL "
+    sql = f"CASE {default}{unset}ELSE {item.sql} END" if default or unset else item.sql
     return f"to_json({sql}, {_JSON})" if item.column.as_json else sql
 
 

@@ -31,7 +31,7 @@ from sqlalchemy import exc
 from sqlalchemy.dialects import registry
 from sqlalchemy.engine import Connection, Engine
 
-from zync_assets.errors import CommitConflict, SinkError, TargetRefused, TargetUnavailable
+from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetRefused, TargetUnavailable
 from zync_assets.sinks.databend_engine import BUSY, EngineSession, ServerSession
 from zync_assets.sinks.databend_engine import Connection as DatabendConnection
 from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPDATE
@@ -298,9 +298,10 @@ class DatabendTarget(SqlTarget):
         for shape, is_update in sorted(shapes, key=str):
             # A record that leaves columns out is written by the columns that it has. A new row gets the others' defaults.
             marks = dict(zip(other_names, shape or "1" * len(other_names), strict=True))
-            set_names = [name for name, mark in marks.items() if mark != "0"]
-            insert_names = None if is_update else [name for name in set_names if marks[name] == "1"]
-            query = sa.select(*(_converted_column(rows, table, name) for name in (*spec.key, *set_names)))
+            set_names = [name for name, mark in marks.items() if mark in "12"]
+            insert_names = None if is_update else [name for name, mark in marks.items() if mark in "13"]
+            source_names = [name for name, mark in marks.items() if mark != "0"]
+            query = sa.select(*(_converted_column(rows, table, name) for name in (*spec.key, *source_names)))
             of_shape = rows.c[SET].is_(None) if shape is None else rows.c[SET] == shape
             of_op = rows.c[OP] == UPDATE if is_update else rows.c[OP].not_in([UPDATE, DELETE])
             query = query.where(of_op, of_shape)
@@ -358,6 +359,18 @@ class DatabendTarget(SqlTarget):
         if kinds.is_boolean(kind):
             return sa.BOOLEAN()
         return sa.DATE() if kinds.is_date(kind) else sa.VARCHAR()
+
+    def default(self, column: Column, kind: SqlType) -> Any:
+        text = super().default(column, kind)
+        if text is not None and "'" in text:
+            # Databend keeps the DEFAULT as SQL, and can't parse it again.
+            raise TableUnfit(
+                f"column {column.name} is missing, and Databend takes no DEFAULT with a quote. Add the column as a"
+                f" {kind}, and set it to {text} in all rows."
+            )
+        if text is None or pa.types.is_string(column.type):
+            return text and text.replace("\\", "\\\\")
+        return text.removesuffix("Z")
 
     def holds(self, existing: SqlType, column: Column) -> bool:
         kinds, kind = pa.types, column.type

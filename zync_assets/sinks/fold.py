@@ -8,7 +8,8 @@ Four kinds of change come out, in the column OP:
     delete    the row goes
 
 The column SET has a digit for each column, in their order. ``1``: the change sets the column. ``2``: the change sets the column
-if the row is there already. ``0``: the column stays. SET is null if the change sets all columns, but never of an update.
+if the row is there already. ``3``: the change sets the column if the row is new, to the field's default. ``0``: the column
+stays. SET is null if the change sets all columns, but never of an update.
 
 The column OFFSET has the offset of the key's last record. The column CREATION has the offset of the first record after the last
 delete that makes the row if it is not there; null if no record does.
@@ -28,9 +29,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.fields import fields_of, lacking
+from zync_assets.codecs.fields import default_of, fields_of, lacking
 from zync_assets.codecs.spark_types import original_name, spark_type
 from zync_assets.errors import SinkError, TargetRefused
+from zync_assets.etl.rules.output_schemas import parse_group
 from zync_assets.spark import frames
 from zync_assets.spark.sql import is_placeholder, name_sql, path_sql, text_sql
 
@@ -46,8 +48,8 @@ class Records:
     """Records sorted by key, and within a key by time, partition and offset.
 
     ``rows``: the columns of the table. ``is_delete``: by row. ``is_set``: by row and by column of ``columns``, whether the
-    record has a value for the column, null included. ``offsets``: by row. ``is_update``: by row, whether the record makes no
-    new row; None: none.
+    record has a value for the column, null included. A value of another column is a default (``codecs.fields.Default``).
+    ``offsets``: by row. ``is_update``: by row, whether the record makes no new row; None: none.
     """
 
     rows: pa.RecordBatch
@@ -92,8 +94,13 @@ def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.Re
         set_places = np.where(records.is_set[:, number] & ~records.is_delete, places, -1)
         at = np.maximum.accumulate(set_places)[ends] if count else ends
         has_value = at >= row_starts
-        masks.append(np.where(has_value, np.where(is_upsert & (at < first_creations), 2, 1), 0).astype(np.int8))
-        arrays.append(records.rows.column(name).take(pa.array(at, mask=~has_value)))
+        # The record that makes the row comes from before the field, if the record has a default.
+        is_valid = np.append(records.rows.column(name).is_valid().to_numpy(zero_copy_only=False), False)
+        has_default = ~has_value & is_upsert & is_valid[np.where(is_upsert, first_creations, count)]
+        marks = [np.where(is_upsert & (at < first_creations), 2, 1), 3]
+        masks.append(np.select([has_value, has_default], marks, 0).astype(np.int8))
+        places_of_values = np.where(has_default, first_creations, at)
+        arrays.append(records.rows.column(name).take(pa.array(places_of_values, mask=~(has_value | has_default))))
     op = np.where(was_deleted, np.where(is_upsert, 1, 2), np.where(is_upsert, 0, 3))
     is_set = np.column_stack(masks) if masks else np.empty((len(ends), 0), np.int8)
     offsets = pa.array(records.offsets, pa.int64())
@@ -171,7 +178,7 @@ class PartialRecords:
 
     ``root``, ``kind``: SQL and type of the row. ``schemas``: as ``columns.Layout``. ``is_raw``: whether the rows are of a raw
     table. Of such rows, the writer's schema may lack a field, and a value may be ``placeholder``, Debezium's text for a value
-    that it did not send (None: every value was sent).
+    that it did not send (None: every value was sent). ``fills``: whether rows have the defaults of fields that came later.
     """
 
     root: str
@@ -179,6 +186,15 @@ class PartialRecords:
     schemas: Mapping[str, frozenset[str] | None]
     is_raw: bool
     placeholder: str | None
+    fills: bool = False
+
+    def default(self, item: pa.Field) -> tuple[str, pa.Array] | None:
+        """The condition for a record from before a field of its row, as SQL, and the field's default; None without one."""
+        default = default_of(item) if self.is_raw and self.fills else None
+        if default is None:
+            return None
+        condition = f"kafka.{frames.SCHEMA_IDS[1]} IN ({', '.join(map(str, default.ids))})"
+        return condition, pa.array([default.text]).cast(item.type)
 
     def unset(self, item: pa.Field) -> str | None:
         """Whether a record leaves out a field of its row, as SQL that may be null; None if no record of a raw table does."""
@@ -219,6 +235,30 @@ class PartialRecords:
         for item, _ in named_fields:
             if (condition := self.unset(item)) is not None:
                 yield f"coalesce({condition}, false)"
+
+
+def clear_left_out(
+    is_set: Mask,
+    prints: pa.Array,
+    left_out: pa.Array,
+    schemas: Mapping[str, frozenset[str] | None],
+    sources: Sequence[str | None],
+) -> None:
+    """Clear ``is_set`` where a staged record leaves out a column's field.
+
+    ``prints``, ``left_out``: by row, the record's schema, and the fields that it left out of its schema; ``schemas``: as
+    ``columns.Layout``; ``sources``: by column, the name of its field.
+    """
+    paths = pc.fill_null(pc.binary_join(left_out.cast(pa.list_(pa.string())), "\n"), "")
+    groups = pc.binary_join_element_wise(pc.fill_null(prints, ""), paths, "\n")
+    for group in pc.unique(groups).to_pylist():
+        print_, absent_paths = parse_group(group)
+        fields = schemas.get(print_)
+        absent_names = {original_name(path.removeprefix("value.").strip("`")) for path in absent_paths if path}
+        is_in_group = pc.equal(groups, group).to_numpy(zero_copy_only=False)
+        for at, source in enumerate(sources):
+            if source is not None and (source in absent_names or (fields is not None and source not in fields)):
+                is_set[is_in_group, at] = False
 
 
 def changed(function: str, rows: pa.RecordBatch) -> pa.RecordBatch:

@@ -31,6 +31,7 @@ from sqlalchemy import event, exc
 from sqlalchemy.dialects import mysql
 from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.sql.elements import Grouping
 
 from zync_assets.errors import SinkError, TableLocked, TargetRefused, TargetUnavailable
 from zync_assets.pipeline_file.fields import TLS_FILES, TLS_SWITCHES, option_fault
@@ -241,6 +242,16 @@ class MysqlTarget(SqlTarget):
         if column.as_json or isinstance(standard, sa.Text):
             return mysql.VARCHAR(KEY_LENGTH) if in_key else mysql.LONGTEXT()
         return standard
+
+    def default(self, column: Column, kind: SqlType) -> Any:
+        text = super().default(column, kind)
+        if text is None:
+            return None
+        if pa.types.is_boolean(column.type):
+            return str(int(text == "true"))
+        text = text.removesuffix("Z") if pa.types.is_timestamp(column.type) else text
+        # A type of texts takes a DEFAULT as an expression only.
+        return Grouping(sa.literal(text)) if isinstance(kind, TEXTS) else text
 
     def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
         if spec.mode == "insert":

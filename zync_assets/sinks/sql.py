@@ -33,6 +33,7 @@ from zync_assets.sinks.sql_types import (
     check_cured,
     check_load,
     counted_rows,
+    default_text,
     generation,
     holds,
     is_exact,
@@ -118,6 +119,10 @@ class SqlTarget(Target):
     def widening(self, table: sa.Table, name: str, larger: SqlType) -> Any:
         """The DDL that widens a column."""
         return ColumnType(table.name, name, larger, schema=table.schema)
+
+    def default(self, column: Column, kind: SqlType) -> Any:
+        """The DEFAULT of a new column, as a text that the database casts; None without one."""
+        return None if column.default is None else default_text(column, kind)
 
     def load_type(self, existing: SqlType) -> SqlType:
         """The type of a load table's column beside a column of the table."""
@@ -224,8 +229,7 @@ class SqlTarget(Target):
     def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
         loads = [LoadTable(name, 0, removes=False, partial=False)]
         with self.loading(spec, name) as (connection, table):
-            names = [column.name for column in table.columns]
-            self.write(connection, table, counted_rows(rows, names, loads))
+            self.write(connection, table, counted_rows(rows, [column.name for column in table.columns], loads))
         crash_point("sink:loaded")
         return loads[0]
 
@@ -284,8 +288,6 @@ class SqlTarget(Target):
             return (value - date(1970, 1, 1)).days
         return str(value) if pa.types.is_string(column.type) and value is not None else value
 
-    # ---- errors
-
     @contextmanager
     def errors(self) -> Generator[None]:
         """Raise errors of the project in place of SQLAlchemy's. The message is the database's own, without the statement."""
@@ -304,9 +306,7 @@ class SqlTarget(Target):
         """The error of the project for an error of the database."""
         kind = TargetUnavailable if error.connection_invalidated else self.sort(error)
         text = " ".join(self.error_text(error).split())
-        if kind is SinkError:
-            text = f"the target says: {text}"
-        return kind(text)
+        return kind(f"the target says: {text}" if kind is SinkError else text)
 
     # ---- tables
 
@@ -344,7 +344,8 @@ class SqlTarget(Target):
         for column in spec.columns:
             new_type = self.column_type(column, in_key=column.name in spec.key)
             if column.name not in table.c:
-                ddl = AddColumn(table.name, sa.Column(column.name, new_type), schema=table.schema)
+                new_column = sa.Column(column.name, new_type, server_default=self.default(column, new_type))
+                ddl = AddColumn(table.name, new_column, schema=table.schema)
                 statements.append((1, f"column {column.name} is missing", ddl))
                 continue
             existing = table.c[column.name].type
@@ -389,8 +390,7 @@ class SqlTarget(Target):
             for place in merge.cleared:
                 self.delete(connection, POSITIONS, *at_place(POSITIONS, place))
             return
-        at = at_place(POSITIONS, merge.place)
-        query = self.lock(sa.select(POSITIONS).where(*at))
+        query = self.lock(sa.select(POSITIONS).where(*at_place(POSITIONS, merge.place)))
         rows = {row["partition"]: row for row in connection.execute(query).mappings()}
         for partition, expected in merge.expected.items():
             row = rows.get(partition)
@@ -433,15 +433,15 @@ class SqlTarget(Target):
             # A partial record of a row that exists changes its columns only. A database that checks NOT NULL before it looks
             # for the row would refuse INSERT ... ON CONFLICT.
             values = {
-                name: sa.case((sa.func.substr(rows.c[SET], at + 1, 1) != "0", rows.c[name]), else_=table.c[name])
-                for at, name in enumerate(other_names)
+                name: sa.case((sa.func.substr(rows.c[SET], at, 1).between("1", "2"), rows.c[name]), else_=table.c[name])
+                for at, name in enumerate(other_names, 1)
             }
             is_change = sa.and_(is_same_key, rows.c[OP].in_([UPSERT, UPDATE]), is_partial)
             connection.execute(sa.update(table).where(is_change).values(values))
             is_new = ~sa.exists(sa.select(sa.literal(1)).select_from(table).where(is_same_key).correlate(rows))
             is_insert = sa.and_(is_partial, rows.c[OP].in_([UPSERT, REPLACE]), is_new)
             for (shape,) in connection.execute(sa.select(rows.c[SET]).where(is_insert).distinct()).all():
-                set_names = [*spec.key, *(name for name, mark in zip(other_names, shape, strict=True) if mark == "1")]
+                set_names = [*spec.key, *(name for name, mark in zip(other_names, shape, strict=True) if mark in "13")]
                 query = sa.select(*(rows.c[name] for name in set_names)).where(rows.c[SET] == shape, is_insert)
                 connection.execute(sa.insert(table).from_select(set_names, query))
         row_columns = [rows.c[name] for name in (*spec.key, *other_names)]

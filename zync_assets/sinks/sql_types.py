@@ -119,6 +119,11 @@ def holds(existing: SqlType, kind: pa.DataType) -> bool:
     return not isinstance(existing, (*numbers, sa.Date, sa.DateTime, sa.Time))
 
 
+def default_text(column: Column, kind: SqlType) -> str:
+    """The default of a column, as a text that a database casts to the type ``kind``."""
+    return fitting(pa.array([column.default], column.type), kind, column.name).cast(pa.string())[0].as_py()
+
+
 def is_exact(existing: SqlType) -> bool:
     """Whether a type has microseconds, if it is one of times. A type with fewer digits would round them without a word."""
     return not isinstance(existing, (sa.DateTime, sa.Time)) or time_digits(existing) == 6
@@ -179,17 +184,14 @@ def wider(existing: SqlType, kind: pa.DataType) -> SqlType | None:
     if isinstance(existing, sa.Float) and kinds.is_floating(kind):
         return sa.Double()
     if isinstance(new_type, (sa.DateTime, sa.Time)):
-        return (
-            new_type if isinstance(existing, type(new_type)) and bool(existing.timezone) == new_type.timezone else None
-        )
+        is_alike = isinstance(existing, type(new_type)) and bool(existing.timezone) == new_type.timezone
+        return new_type if is_alike else None
     digits = _digits(existing) if not bits else (DIGITS[bits], 0)
     if digits is None or not (kinds.is_decimal(kind) or kinds.is_integer(kind)):
         return None
-    whole_digits, scale = (
-        (kind.precision - kind.scale, kind.scale) if kinds.is_decimal(kind) else (DIGITS[kind.bit_width], 0)
-    )
-    scale = max(scale, digits[1])
-    return sa.Numeric(max(whole_digits, digits[0]) + scale, scale)
+    new_digits = (kind.precision - kind.scale, kind.scale) if kinds.is_decimal(kind) else (DIGITS[kind.bit_width], 0)
+    scale = max(new_digits[1], digits[1])
+    return sa.Numeric(max(new_digits[0], digits[0]) + scale, scale)
 
 
 def _bits(existing: SqlType) -> int:
@@ -264,9 +266,8 @@ def read_progress(connection: Connection, place: Place) -> Progress:
         for table in (POSITIONS, QUARANTINE)
     )
     bad_records = [BadRecord(row["partition"], row["offset"], row["key"], row["error"]) for row in refused_rows]
-    return Progress(
-        {row["partition"]: row["next"] for row in rows}, rows[0]["origin"] if rows else None, tuple(sorted(bad_records))
-    )
+    next_offsets = {row["partition"]: row["next"] for row in rows}
+    return Progress(next_offsets, rows[0]["origin"] if rows else None, tuple(sorted(bad_records)))
 
 
 def check_cured(connection: Connection, merge: Merge, lock: Callable[[sa.Select[Any]], sa.Select[Any]]) -> None:

@@ -174,6 +174,12 @@ class SqliteTarget(SqlTarget):
                 # The columns' own types would convert each value again.
                 connection.exec_driver_sql(statement, list(zip(*columns, strict=True)))
 
+    def default(self, column: Column, kind: SqlType) -> Any:
+        if column.default is None:
+            return None
+        (value,) = _stored_values(pa.array([column.default], column.type), column.name)
+        return str(int(value) if isinstance(value, bool) else value)
+
     def upserts(
         self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]
     ) -> Sequence[sa.Executable]:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -294,7 +294,9 @@ def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:
         for partition, next_offset in sorted(plan.progress.next.items())
     )
     with search_settings(batch.spark):
-        frame = source_frame(batch.spark, plan, table_layout, ranges, guarded=True)
+        # The default of a field that came later is no value of a record.
+        own_columns = tuple(replace(item, default=None) for item in table_layout.columns)
+        frame = source_frame(batch.spark, plan, replace(table_layout, columns=own_columns), ranges, guarded=True)
         # A column that a function of the user adds is in no record.
         places = {item.column.name: f"c{number}" for number, item in enumerate(table_layout.columns)}
         missing = [name for name in error.missing if name in places]

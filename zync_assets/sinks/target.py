@@ -99,13 +99,14 @@ class Place:
 @dataclass(frozen=True)
 class Column:
     """A column of a table. ``field``: the source's field, for comments. ``as_json``: its values come as JSON texts. ``note``:
-    Kafka Connect's name of the field's type."""
+    Kafka Connect's name of the field's type. ``default``: the value that rows get which are older than the column."""
 
     name: str
     type: pa.DataType
     field: str = ""
     as_json: bool = False
     note: str = ""
+    default: pa.Scalar | None = None
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,17 @@ from hypothesis import strategies as st
 
 from zync_assets.codecs.avro.types import avro_schema
 from zync_assets.codecs.dispatch import make_decoder
-from zync_assets.codecs.evolution import conform, holds, merge_types, variable_decimal
-from zync_assets.codecs.fields import Note, connect_note_of, field_with_notes, original, topic_type_of
+from zync_assets.codecs.evolution import Writer, conform, holds, merge_types, variable_decimal, with_lacking
+from zync_assets.codecs.fields import (
+    Default,
+    Note,
+    connect_note_of,
+    default_of,
+    field_with_notes,
+    lacking,
+    original,
+    topic_type_of,
+)
 from zync_assets.errors import SchemaError
 from zync_assets.pipeline import SideFormat
 from zync_assets_tests.codecs.generated import datums, framed
@@ -244,3 +253,27 @@ def test_a_number_of_any_length_goes_into_debezium_s_struct(text: str) -> None:
     assert isinstance(value, bytes) and isinstance(scale, int)
     number = Decimal(int.from_bytes(value, "big", signed=True))
     assert number.scaleb(-scale, Context(prec=10_000)) == Decimal(text)
+
+
+def test_the_default_is_that_of_the_first_schema_with_the_field() -> None:
+    def writer(fields: dict[str, str | None], bits: int = 32) -> Writer:
+        row = pa.struct([(name, pa.int64() if bits == 64 else pa.int32()) for name in fields])
+        texts = {("after", name): text for name, text in fields.items() if text is not None}
+        return Writer(pa.struct([("after", row)]), texts)
+
+    column = pa.struct([("after", pa.struct([(name, pa.int32()) for name in "abcd"]))])
+    writers = {
+        9: writer({"a": "1"}),
+        3: writer({"a": "2", "b": "5", "c": None}),
+        4: writer({"a": "3", "b": "6", "c": "7", "d": "no number"}),
+        5: writer({"a": "3"}),
+    }
+    found = with_lacking(column, writers).field("after").type
+    # Schema 5 comes after the column: the source dropped the columns.
+    assert [default_of(item) for item in found] == [None, Default("5", (9,)), None, None]
+    assert [lacking(item) for item in found] == [(), (5, 9), (5, 9), (3, 5, 9)]
+    # A default stays, whatever the registry still has, and whatever type the column gets.
+    known = with_lacking(pa.struct([("after", found)]), {4: writers[4], 3: writers[3]})
+    wider = merge_types(known, writer({"b": "8"}, 64).type, "value").field("after").type
+    assert default_of(wider.field("b")) == Default("5", (9,))
+    assert wider.field("b").type == pa.int64()

@@ -55,6 +55,19 @@ TYPES: dict[str, pa.DataType] = {
     "words": pa.list_(pa.string()),
     "nested": pa.struct([("a", pa.int64()), ("b", pa.string())]),
 }
+LATER: dict[str, Any] = {
+    "new flag": False,
+    "new large": 2**63 - 1,
+    "new double": 0.1,
+    "new price": Decimal("-1.50"),
+    "new exact": Decimal("12345678901234567890.0123456789"),
+    "new text": '5% of \\ "ü"',
+    "other text": "",
+    "new day": date(2026, 2, 28),
+    "new instant": datetime(2026, 2, 28, 23, 59, 59, 123456, UTC),
+    "new clock": time(23, 59, 59, 123456),
+}
+"""Columns that come with the schema change, and their defaults. The last word is the name of the type in TYPES."""
 ODD = [
     "",
     "null",
@@ -85,6 +98,10 @@ def spec(target: Target, *, changed: bool) -> TableSpec:
     if changed:
         types |= {"added": pa.string()}
     columns = [Column(name, kind, as_json=not target.is_native(kind)) for name, kind in types.items()]
+    if changed:
+        for name, default in LATER.items():
+            kind = TYPES[name.split()[1]]
+            columns.append(Column(name, kind, default=pa.scalar(default, kind)))
     return TableSpec('rows of "it" at 5%s', tuple(columns), ("id", PART), "upsert", "a comment")
 
 
@@ -115,7 +132,7 @@ def value(name: str, chance: random.Random, target: Target) -> Any:
         "nested": lambda: {"a": number, "b": chance.choice(ODD)},
         "added": lambda: chance.choice(ODD),
     }
-    return made[name]()
+    return made[name.split()[-1]]()
 
 
 class Update(dict[str, Any]):
@@ -129,7 +146,7 @@ def batches(target: Target, seed: int, count: int) -> Iterator[list[Change]]:
     """The same changes for the same seed: whole rows, partial rows, updates and tombstones."""
     chance = random.Random(seed)
     for number in range(count):
-        names = [*TYPES, *(["added"] if number >= CHANGE_AT else [])]
+        names = [*TYPES, *(["added", *LATER] if number >= CHANGE_AT else [])]
         batch: list[Change] = []
         for _ in range(BATCH):
             key = chance.randrange(8), chance.choice(["a", "", "ö'\""])
@@ -141,12 +158,13 @@ def batches(target: Target, seed: int, count: int) -> Iterator[list[Change]]:
 
 
 def model(target: Target, seed: int, count: int) -> dict[tuple[int, str], dict[str, Any]]:
+    """The rows after the batches. A row that is older than a column has the column's default."""
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for key, fields in (change for batch in batches(target, seed, count) for change in batch):
         if fields is None:
             rows.pop(key, None)
         elif key in rows or not isinstance(fields, Update):
-            rows.setdefault(key, dict.fromkeys([*TYPES, "added"])).update(fields)
+            rows.setdefault(key, {**dict.fromkeys([*TYPES, "added"]), **LATER}).update(fields)
     return rows
 
 
@@ -157,7 +175,9 @@ def records(table: TableSpec, batch: Sequence[Change], offset: int) -> Records:
     others = [column.name for column in table.others]
     for column in table.columns:
         values = [
-            key[table.key.index(column.name)] if column.name in table.key else (fields or {}).get(column.name)
+            key[table.key.index(column.name)]
+            if column.name in table.key
+            else (fields or {}).get(column.name, LATER.get(column.name))
             for _, (key, fields) in ordered
         ]
         if column.as_json:

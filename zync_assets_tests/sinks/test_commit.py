@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -833,6 +834,75 @@ def test_a_field_that_the_writer_s_schema_lacks_leaves_its_column(
     assert rows(it, "SELECT id, name, price FROM cheap ORDER BY id") == [(2, "gin", 7)]
     for sink in it.pipeline.sinks:
         assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
+
+
+LATER = """
+inputs: [{topic: $left, pool: Raw, key-format: json, key-schema: id bigint, format: avro}]
+sinks:
+  - {name: plain, type: sqlite, url: shop.db, from: [Raw.$left], table: rows, evolve: add}
+  - {name: changed, type: sqlite, url: shop.db, from: [Raw.$left], table: changed, evolve: add,
+     before: {function: 'zync_assets_tests.sinks.functions:upper'}}
+"""
+
+
+def test_rows_from_before_a_column_have_its_default(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """A source makes no records for ADD COLUMN ... DEFAULT. Its first schema with the column has the default."""
+    it = mini(services, spark, tmp_path, unique, LATER)
+    registry = Registry(RegistryConfig(services.registry_url))
+
+    def record(key: int, *defaults: object, op: str = "c", **fields: object) -> tuple[bytes, bytes]:
+        later = [{"name": "region", "type": ["string", "null"], "default": text} for text in defaults]
+        added = [{"name": "since", "type": {"type": "int", "logicalType": "date"}, "default": 20_000}] * len(defaults)
+        columns = [{"name": "id", "type": "int"}, {"name": "v", "type": ["null", "string"]}, *later, *added]
+        row = {"type": "record", "name": "Row", "fields": columns}
+        sides = [{"name": "before", "type": ["null", row]}, {"name": "after", "type": ["null", "Row"]}]
+        schema = {"type": "record", "name": "Envelope", "fields": [*sides, {"name": "op", "type": "string"}]}
+        number = registry.register(f"{unique}-value", json.dumps(schema))
+        after = None if op == "d" else {"id": key, **fields}
+        return f'{{"id": {key}}}'.encode(), framed(number, schema, {"before": None, "after": after, "op": op})
+
+    old, day = [record(key, v=text) for key, text in enumerate("abcd")], date(2024, 10, 4)
+    it.send(it.left, *old)
+    it.ingest(it.left)
+    write(it)
+    # A row that the table has, a row that comes with the column, and a later default. A null is a value of its own.
+    it.send(
+        it.left,
+        record(0, v="A"),
+        record(4, v="e"),
+        record(1, "it's", v="B", region="us", since=day),
+        record(2, "it's", v="C", region=None, since=day),
+        record(5, "asia", v="f", region="asia", since=day),
+        record(4, v="E"),
+        record(3, op="d"),
+        record(3, v="D"),
+    )
+    it.ingest(it.left)
+    write(it)
+    found = [
+        (0, "A", "it's", "2024-10-04"),
+        (1, "B", "us", "2024-10-04"),
+        (2, "C", None, "2024-10-04"),
+        (3, "D", "it's", "2024-10-04"),
+        (4, "E", "it's", "2024-10-04"),
+        (5, "f", "asia", "2024-10-04"),
+    ]
+    assert rows(it) == found
+    # A function may change the values of a column, so that the default is not the value of its rows.
+    assert rows(it, "SELECT id, v, region, upper FROM changed ORDER BY id")[0] == (0, "A", None, "A")
+    for sink in it.pipeline.sinks:
+        assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
+    # From the start of the source, the rows are the same.
+    reset_sink(it.pipeline, lambda: spark, "plain", "rows")
+    write(it)
+    assert rows(it) == found
+    # A table without the default has other rows than the source.
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("UPDATE rows SET region = NULL WHERE id = 4")
+    sink = it.pipeline.sinks[0]
+    assert "id=4: another value in region" in rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).summary
 
 
 NO_CHANGE = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from zync_assets.errors import SinkError, TableUnfit, TargetUnavailable
 from zync_assets.local.services import Services
 from zync_assets.sinks.databend import DatabendTarget
 from zync_assets.sinks.databend_engine import EngineSession
+from zync_assets.sinks.target import Column
 from zync_assets_tests.sinks.batches import apply, one, spec
 from zync_assets_tests.sinks.conformance import PLACE, assert_conforms, assert_refuses
 from zync_assets_tests.sinks.story import play
@@ -56,6 +58,19 @@ def test_a_partial_record_needs_no_nullable_columns_and_leaves_defaults(tmp_path
     apply(it, table, [one(1, {"b": 1}), one(2, {"v": None}), one(3, None), one(4, {"a": "w", "b": 2})])
     found = query(tmp_path, 'SELECT id, a, b, to_string(v) FROM "rows" ORDER BY id')
     assert found == [(1, "x", 1, None), (2, "y", None, None), (4, "w", 2, None)]
+
+
+@pytest.mark.slow
+def test_a_default_with_a_quote_is_an_error_with_its_cure(tmp_path: Path) -> None:
+    """Databend keeps a DEFAULT as SQL that it can't parse again."""
+    it = target(tmp_path)
+    table = spec(id=pa.int64())
+    it.prepare(table, create=True, evolve="add")
+    late = Column("town", pa.string(), default=pa.scalar("St. John's"))
+    with pytest.raises(
+        TableUnfit, match=r"DEFAULT with a quote\. Add the column as a VARCHAR, and set it to St\. John's in"
+    ):
+        it.prepare(replace(table, columns=(*table.columns, late)), create=True, evolve="add")
 
 
 @pytest.mark.slow

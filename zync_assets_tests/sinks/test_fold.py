@@ -30,6 +30,10 @@ FIELDS = st.fixed_dictionaries(
 CHANGES = st.lists(st.tuples(st.integers(0, 4), st.none() | FIELDS | FIELDS.map(Update)), max_size=30)
 
 
+DEFAULT = 7.5
+"""The default of column c. A record that lacks c is from before the column."""
+
+
 def applied(rows: dict[int, dict[str, Any]], changes: list[Change]) -> dict[int, dict[str, Any]]:
     """The rows after all changes. The model applies the changes in their order."""
     rows = {key: dict(row) for key, row in rows.items()}
@@ -37,7 +41,7 @@ def applied(rows: dict[int, dict[str, Any]], changes: list[Change]) -> dict[int,
         if fields is None:
             rows.pop(key, None)
         elif key in rows or not isinstance(fields, Update):
-            rows.setdefault(key, dict.fromkeys(COLUMNS)).update(fields)
+            rows.setdefault(key, {**dict.fromkeys(COLUMNS), "c": DEFAULT}).update(fields)
     return rows
 
 
@@ -49,14 +53,14 @@ def merged(rows: dict[int, dict[str, Any]], folded: list[dict[str, Any]]) -> dic
             rows.pop(change["k"], None)
         if change[OP] in (UPSERT, REPLACE) or (change[OP] == UPDATE and change["k"] in rows):
             is_set = change[SET] or "1" * len(COLUMNS)
-            marks = "12" if change["k"] in rows else "1"
+            marks = "12" if change["k"] in rows else "13"
             own = {name: change[name] for name, mark in zip(COLUMNS, is_set, strict=True) if mark in marks}
             rows.setdefault(change["k"], dict.fromkeys(COLUMNS)).update(own)
     return rows
 
 
 def records(changes: list[Change], first: int) -> Records:
-    rows = [{"k": key, **(fields or {})} for key, fields in changes]
+    rows = [{"k": key, "c": DEFAULT, **(fields or {})} for key, fields in changes]
     return Records(
         pa.RecordBatch.from_pylist(rows, schema=TYPES),
         np.array([fields is None for _, fields in changes], np.bool_),

@@ -48,6 +48,8 @@ class Node:
     """Other full names of a named type."""
     field_aliases: tuple[tuple[str, ...], ...] = ()
     """Other names of each of ``fields``."""
+    field_defaults: tuple[str, ...] = ()
+    """The default of each of ``fields`` as JSON; empty for null, and without one."""
     unit: str = ""
     """The unit of a time that is a number in the lake, such as ``time-micros``; empty if the lake's type says the unit."""
     note: Note = PLAIN
@@ -318,6 +320,7 @@ class _Parser:
             fields=tuple(nodes),
             aliases=_aliases(schema, space),
             field_aliases=tuple(_aliases(field, "") for field in fields),
+            field_defaults=tuple(map(_default, fields)),
             note=_note(schema, ""),
         )
 
@@ -332,6 +335,12 @@ def _aliases(schema: Mapping[str, Any], namespace: str) -> tuple[str, ...]:
     aliases = schema.get("aliases")
     names = [name for name in aliases if isinstance(name, str)] if isinstance(aliases, list) else []
     return tuple(f"{namespace}.{name}" if namespace and "." not in name else name for name in names)
+
+
+def _default(field: Mapping[str, Any]) -> str:
+    """The default of a field as JSON; empty for null, and without one."""
+    value = field.get("default")
+    return "" if value is None else json.dumps(value)
 
 
 def _check_names(names: Sequence[str], path: str) -> None:

@@ -36,6 +36,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -62,6 +63,15 @@ from zync_assets.errors import SchemaError
 MAX_DECIMAL = 38
 TIMESTAMP = pa.timestamp("us", tz="UTC")
 _SHORT = {"int8": pa.int8(), "int16": pa.int16()}
+
+_MOMENTS = (DEBEZIUM_DATE, DEBEZIUM_TIMESTAMP, MICRO_TIMESTAMP, ZONED_TIMESTAMP, "io.debezium.time.NanoTimestamp")
+"""Names of types that are days or points in time."""
+_MOMENT_TYPES: Mapping[str, pa.DataType] = {
+    "date": pa.date32(),
+    "timestamp-millis": pa.timestamp("ms", "UTC"),
+    "timestamp-micros": pa.timestamp("us", "UTC"),
+}
+"""Logical types of days and points in time, and the types of the numbers."""
 
 _PLAIN: dict[str, pa.DataType] = {
     "null": pa.string(),
@@ -149,6 +159,51 @@ def members(node: Node) -> tuple[tuple[str, Node], ...]:
         return visible_fields(node)
     pairs = zip(branch_names(node), node.branches, strict=True)
     return tuple((name, branch) for name, branch in pairs if name)
+
+
+def field_defaults(schema_json: str) -> dict[tuple[str, ...], str]:
+    """Path of a field → its default, for fields of records in records. Arrow casts the text to the field's type in the lake.
+
+    A default null, and a default of a type without such a text, is none. The epoch as a date or a timestamp is none either:
+    Debezium's connectors write it for a function such as CURRENT_TIMESTAMP.
+
+    >>> field_defaults('{"type": "record", "name": "R", "fields": [{"name": "a", "type": "int", "default": 7}]}')
+    {('a',): '7'}
+    """
+    return dict(_defaults(parse(schema_json), ()))
+
+
+def _defaults(node: Node, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+    node = node.child if node.kind == "option" else node
+    if node.kind != "record":
+        return
+    for (name, child), default in zip(node.fields, node.field_defaults, strict=True):
+        if default and (text := _default_text(child, json.loads(default))) is not None:
+            yield (*path, name), text
+        yield from _defaults(child, (*path, name))
+
+
+def _default_text(node: Node, value: Any) -> str | None:
+    """A default in JSON (Avro specification, "Complex Types", Records) as the text of a value in the lake."""
+    node = node.child if node.kind == "option" else node
+    is_time = node.logical.startswith(("date", "timestamp")) or node.note.name in _MOMENTS
+    if isinstance(value, bool) or node.kind == "boolean":
+        return json.dumps(value) if isinstance(value, bool) and node.kind == "boolean" else None
+    if is_time and (value == 0 or str(value).startswith("1970-01-01T00:00:00")):
+        return None
+    if isinstance(value, str) and node.kind in ("string", "enum"):
+        return value
+    if isinstance(value, str) and node.logical == "decimal" and all(character < "\u0100" for character in value):
+        unscaled = int.from_bytes(value.encode("latin-1"), "big", signed=True)
+        return f"{Decimal(unscaled).scaleb(-node.scale):f}"
+    if not isinstance(value, (int, float)) or node.kind not in ("int", "long", "float", "double"):
+        return None
+    if (kind := _MOMENT_TYPES.get(node.logical)) is None:
+        return repr(value)
+    try:
+        return pa.scalar(int(value), kind).cast(pa.string()).as_py()
+    except (OverflowError, pa.ArrowException):
+        return None
 
 
 @dataclass(frozen=True)

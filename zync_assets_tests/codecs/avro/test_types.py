@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 
-from zync_assets.codecs.avro.types import Outer, arrow_type, avro_schema
+from zync_assets.codecs.avro.types import Outer, arrow_type, avro_schema, field_defaults
 from zync_assets.codecs.spark_types import parse_ddl, spark_ddl, spark_type
 from zync_assets.errors import SchemaError
 from zync_assets_tests.codecs.generated import Kind, kinds
@@ -186,3 +186,41 @@ def test_ddl(ddl: str, type: pa.DataType) -> None:
 def test_ddl_that_makes_no_sense_says_where(ddl: str, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         parse_ddl(ddl)
+
+
+@pytest.mark.parametrize(
+    ("kind", "default", "text"),
+    [
+        ("int", 7, "7"),
+        ("int", True, None),
+        ("boolean", False, "false"),
+        ("boolean", 0, None),
+        ("double", 1.5, "1.5"),
+        (["string", "null"], "", ""),
+        (["null", "string"], None, None),
+        ({"type": "enum", "name": "E", "symbols": ["A"]}, "A", "A"),
+        ("bytes", "ab", None),
+        ({"type": "array", "items": "int"}, [], None),
+        (["int", "string"], 7, None),
+        (logical("bytes", "decimal", precision=10, scale=2), "\u00fb\u0032", "-12.30"),
+        (logical("bytes", "decimal", precision=10, scale=2), "\u0100", None),
+        (logical("int", "date"), 20_000, "2024-10-04"),
+        (logical("int", "date"), 2**70, None),
+        (logical("long", "timestamp-micros"), 1_700_000_000_123_456, "2023-11-14 22:13:20.123456Z"),
+        (logical("long", "timestamp-millis"), -1, "1969-12-31 23:59:59.999Z"),
+        (logical("long", "time-micros"), 0, "0"),
+        ({"type": "int", "connect.name": "io.debezium.time.Date"}, 5, "5"),
+        # Debezium writes the epoch for a function such as CURRENT_TIMESTAMP.
+        (logical("int", "date"), 0, None),
+        (logical("long", "timestamp-millis"), 0, None),
+        ({"type": "int", "connect.name": "io.debezium.time.Date"}, 0, None),
+        ({"type": "string", "connect.name": "io.debezium.time.ZonedTimestamp"}, "1970-01-01T00:00:00Z", None),
+    ],
+)
+def test_a_default_as_text(kind: Any, default: Any, text: str | None) -> None:
+    row = {"type": "record", "name": "Row", "fields": [{"name": "f", "type": kind, "default": default}]}
+    schema = {"type": "record", "name": "Envelope", "fields": [{"name": "after", "type": ["null", row]}]}
+    assert field_defaults(json.dumps(schema)) == ({} if text is None else {("after", "f"): text})
+    if text is not None:
+        after = arrow_type(json.dumps(schema)).field("after").type
+        assert pa.scalar(text).cast(after.field("f").type).is_valid
