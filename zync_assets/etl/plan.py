@@ -212,8 +212,8 @@ def plan_etl(
     retry = replace(retry, waiting=(*retry.waiting, *renamed_rules(pipeline, pool, head)))
     retries = retries_of(pipeline, pool, state, states, retry)
     waits = waits_of(pipeline, pool, state)
-    views = _new_views(pipeline, pool, states, state)
-    if any(ranges.values()) or retries.parts or waits.overdue or views:
+    views, is_unfilled = _new_views(pipeline, pool, states, state)
+    if any(ranges.values()) or retries.parts or waits.overdue or views or is_unfilled:
         # A batch reads old records of every input that wait for a new one.
         for table in states.values():
             if table is not None:
@@ -223,6 +223,10 @@ def plan_etl(
     domains = domains_of(topics, states)
     owner = owners(domains)
     states = {topic: _with_order(table) if topic in owner else table for topic, table in states.items()}
+    if is_unfilled:
+        # First the rows that are there: the records of the batch may need them.
+        waits = replace(waits, overdue=())
+        return EtlPlan(pool, state, states, dict.fromkeys(ranges, ()), domains=owner, rebuild="views", waits=waits)
     if not any(ranges.values()):
         # A tick with nothing new lists no files.
         return EtlPlan(pool, state, states, ranges, retries, owner, waits=waits, new_views=views)
@@ -360,12 +364,17 @@ def transform(spark: SparkSession | Session, plan: EtlPlan, slices: Mapping[str,
 
 def _new_views(
     pipeline: Pipeline, pool: str, states: Mapping[str, RawState | None], state: StagingState | None
-) -> tuple[str, ...]:
-    """The views without a result whose tables the pool has. The state has the tables by the lake's names."""
-    if not any(rule.view is not None for rule in pipeline.rules_of(pool)):
-        return ()
+) -> tuple[tuple[str, ...], bool]:
+    """The views without a result whose tables the pool has, and whether rows of a table lack the default of a column. The state
+    has the tables by the lake's names."""
+    if state is None or not any(rule.view is not None for rule in pipeline.rules_of(pool)):
+        return (), False
     # Here alone: Spark's workers load this module, and need no SQL parser.
-    from zync_assets.etl.views.tables import new_views
+    from zync_assets.etl.views.rebuild import unfilled_tables
+    from zync_assets.etl.views.tables import has_changed, new_views
     from zync_assets.pipeline_file.references import with_lake_names
 
-    return new_views(with_lake_names(pipeline, states, state).rules_of(pool), state)
+    rules = with_lake_names(pipeline, states, state).rules_of(pool)
+    # A changed view waits for the user's rebuild.
+    is_changed = any(rule.view is not None and has_changed(state.head.views, rule, rules) for rule in rules)
+    return new_views(rules, state), not is_changed and bool(unfilled_tables(rules, state, states))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -35,17 +36,19 @@ from zync_assets.etl.views.differences import DUPLICATE
 from zync_assets.etl.views.failures import check_places, row_checks, table_failures, view_failures, with_reason
 from zync_assets.etl.views.maintenance import Maintenance
 from zync_assets.etl.views.query import Query, rule_types
-from zync_assets.etl.views.rebuild import raw_rows, staged_differences
+from zync_assets.etl.views.rebuild import raw_rows, staged_differences, unfilled_tables
 from zync_assets.etl.views.state import StateFiles, StateReader, state_files
 from zync_assets.etl.views.state_index import indexed_columns, join_columns, write_index
 from zync_assets.etl.views.tables import (
     Table,
     TableType,
+    column_defaults,
     declared_frame,
     definition_of,
     has_changed,
     has_result,
     removed_views,
+    stored_table,
     table_of,
     table_type,
     tables_of,
@@ -63,6 +66,9 @@ from zync_assets.spark.tasks import BATCH_BYTES, MEASURED, planned_once
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+
+_log = logging.getLogger(__name__)
 
 
 def check_definitions(pipeline: Pipeline, pool: str, head: Head) -> None:
@@ -166,9 +172,13 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
     tables, head = tables_of(stage.rules), stage.head
     if stage.rebuild is None:
         check_definitions(stage.pipeline, stage.pool, head)
-    rebuilt_tables = {
-        name for name in tables if stage.rebuild == "state" or (stage.rebuild and name not in head.tables)
-    }
+    rebuilt_tables = _rebuilt_tables(stage, tables)
+    for name, table in tables.items():
+        # The rows of a state are alike. Those of a new state have the defaults of all columns.
+        is_stored = name in head.tables and name not in rebuilt_tables
+        defaults = stored_table(name, head.tables[name]).defaults if is_stored else ()
+        defaults = defaults if is_stored else tuple(column_defaults(table, stage.raw.get(table.topic)))
+        tables[name] = replace(table, defaults=defaults)
     lasting_tables = [table for name, table in tables.items() if name not in rebuilt_tables]
     joins = join_columns(stage.rules)
     removed_files = [
@@ -201,6 +211,20 @@ def view_batch(stage: Stage, uri: str, folder: str, columns: Columns) -> ViewBat
     )
 
 
+def _rebuilt_tables(stage: Stage, tables: Collection[str]) -> set[str]:
+    """The tables whose state a rebuild makes from all raw records."""
+    if stage.rebuild is None:
+        return set()
+    if stage.rebuild == "state":
+        return set(tables)
+    unfilled = set() if stage.state is None else unfilled_tables(stage.rules, stage.state, stage.raw)
+    for name in sorted(unfilled):
+        _log.warning(
+            "pool %s: table %s: rows from before a column get its default; the state is made again", stage.pool, name
+        )
+    return unfilled | {name for name in tables if name not in stage.head.tables}
+
+
 def _is_unused(item: DataFile, tables: Iterable[Table], joins: Mapping[str, Sequence[str]]) -> bool:
     """Whether a file holds state of a table that no view uses, or an index that no join uses. ``joins``: see ``join_columns``."""
     if item.group is None or not item.group.startswith((STATE, REPLACED, INDEX)):
@@ -227,8 +251,8 @@ def _changes(
         if not has_schema(stage.frames[topic]):
             untyped |= {topic: stage.records(topic)} if stage.ranges[topic] else {}
             continue
-        kinds[name] = table_type(table, stage.frames[topic], stage.state)
         raw = stage.raw.get(topic)
+        kinds[name] = table_type(table, stage.frames[topic], stage.state, raw)
         if name in rebuilt_tables and stage.state is not None and raw is not None:
             raw_frame = declared_frame(
                 stage.pipeline, stage.spark, topic, raw_rows(stage.spark, stage.state, raw, table)

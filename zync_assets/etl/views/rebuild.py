@@ -7,7 +7,8 @@ that are published never change.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zync_assets.codecs.arrays import pc
@@ -18,15 +19,16 @@ from zync_assets.etl.rules.kind import Ordering
 from zync_assets.etl.rules.output_schemas import record_fields
 from zync_assets.etl.rules.shapes import has_schema, key_fields, made_sql
 from zync_assets.etl.views.changes import latest_rows, record_rows, table_records
-from zync_assets.etl.views.query import same_sql
+from zync_assets.etl.views.query import Query, same_sql
 from zync_assets.etl.views.state import StateReader, state_files
 from zync_assets.etl.views.state_index import unindexed_rows
-from zync_assets.etl.views.tables import Table, table_type
+from zync_assets.etl.views.tables import Table, column_defaults, stored_table, table_of, table_type
 from zync_assets.lake import staging
 from zync_assets.lake.head import Head
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Rule
 from zync_assets.spark import frames
 from zync_assets.spark.sql import name_sql, text_sql
 
@@ -64,6 +66,24 @@ def raw_rows(spark: SparkSession, state: StagingState, raw: RawState, table: Tab
     return frame if condition is None else frame.where(f"NOT ({condition})")
 
 
+def unfilled_tables(rules: Iterable[Rule], state: StagingState, raw: Mapping[str, RawState | None]) -> set[str]:
+    """The tables whose stored rows lack the default of a column that a view uses. The state is made again then, unless retention
+    removed raw records of the table. ``raw``: input topic → its raw table."""
+    tables: set[str] = set()
+    for rule in rules:
+        for item in rule.view.tables if rule.view is not None else ():
+            table, raw_state = table_of(item), raw.get(item.topic)
+            entry = state.head.tables.get(table.name)
+            if raw_state is None or entry is None:
+                continue
+            names = column_defaults(table, raw_state).keys() - set(stored_table(table.name, entry).defaults)
+            used = Query(rule).used[item.alias] if names else []
+            is_used = used is None or bool({name.lower() for name in names} & {name.lower() for name in used})
+            if is_used and not removed_records(state, raw_state, table.topic):
+                tables.add(table.name)
+    return tables
+
+
 def removed_records(state: StagingState, raw: RawState, topic: str) -> list[OffsetRange]:
     """The offsets of a topic that the pool has taken and that retention removed from the raw table."""
     positions = sorted((part, item) for (name, part), item in state.head.inputs.items() if name == topic)
@@ -88,10 +108,11 @@ def state_counts(
     ``Pipeline.unavailable_value``. EtlError if retention removed records that the state was made from."""
     from pyspark.sql import functions as F
 
+    raw = replace(raw, with_ids=bool(table.defaults))
     frame = raw_rows(spark, state, raw, table)
     if not has_schema(frame):
         return Counts(0, 0)
-    kind, ordering = table_type(table, frame, state), Ordering({table.topic: 0})
+    kind, ordering = table_type(table, frame, state, raw), Ordering({table.topic: 0})
     records, _ = table_records({table.name: (kind, record_rows(kind, frame, ordering))}, placeholder, small=False)
     if not records:
         return Counts(0, 0)

@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.fields import deletes_sql, is_envelope, lake_type_of
+from zync_assets.codecs.fields import (
+    Default,
+    default_of,
+    deletes_sql,
+    fields_of,
+    is_envelope,
+    lake_type_of,
+    type_at,
+)
 from zync_assets.codecs.spark_types import arrow_type, parse_ddl, spark_type
 from zync_assets.errors import EtlError, RegistryError
 from zync_assets.etl.rules.shapes import (
@@ -34,13 +42,14 @@ from zync_assets.etl.rules.shapes import (
     type_sql,
     unify,
 )
-from zync_assets.lake.head import Head
-from zync_assets.lake.raw import ORDER
+from zync_assets.lake.head import Head, TableEntry
+from zync_assets.lake.raw import ORDER, RawState
 from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_TYPE
 from zync_assets.lake.staging import INDEX, REPLACED, STATE, StagingState
 from zync_assets.lake.storage import wider_schema
 from zync_assets.pipeline import Input, Pipeline, Rule, Shape, SideFormat, ViewTable
 from zync_assets.queries import view_definition
+from zync_assets.spark import frames
 from zync_assets.spark.sql import edited, name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
@@ -70,8 +79,8 @@ REMOVED = "removed"
 
 @dataclass(frozen=True)
 class Table:
-    """A table of views. ``name``: the name of its state; ``topic``: its input topic. The other fields are those of
-    ``pipeline.ViewTable``."""
+    """A table of views. ``name``: the name of its state; ``topic``: its input topic; ``defaults``: the columns whose default the
+    rows from before the column have. The other fields are those of ``pipeline.ViewTable``."""
 
     name: str
     topic: str
@@ -79,6 +88,7 @@ class Table:
     row: str | None
     deleted: str | None
     by_time: bool = False
+    defaults: tuple[str, ...] = ()
 
     @property
     def versions(self) -> str:
@@ -105,8 +115,8 @@ class Table:
     @property
     def definition(self) -> str:
         """The table's definition as JSON, for the account's head."""
-        by_time = {"by_time": True} if self.by_time else {}
-        return json.dumps({"key": self.key, "row": self.row, "deleted": self.deleted, **by_time}, sort_keys=True)
+        others = ({"by_time": True} if self.by_time else {}) | ({"defaults": self.defaults} if self.defaults else {})
+        return json.dumps({"key": self.key, "row": self.row, "deleted": self.deleted, **others}, sort_keys=True)
 
 
 def table_of(item: ViewTable) -> Table:
@@ -119,7 +129,25 @@ def table_of(item: ViewTable) -> Table:
 
 def stored_tables(head: Head) -> list[Table]:
     """The tables whose state a pool has."""
-    return [Table(name, item.topic, **json.loads(item.definition)) for name, item in sorted(head.tables.items())]
+    return [stored_table(name, item) for name, item in sorted(head.tables.items())]
+
+
+def stored_table(name: str, entry: TableEntry) -> Table:
+    """The table whose state a pool has under a name."""
+    definition = json.loads(entry.definition)
+    defaults = tuple(definition.pop("defaults", ()))
+    return Table(name, entry.topic, **definition, defaults=defaults)
+
+
+def column_defaults(table: Table, raw: RawState | None) -> dict[str, Default]:
+    """The columns of a table's rows that came after some of the raw records, with their defaults. None of a row that the user's
+    expression makes."""
+    if raw is None or not raw.with_ids or table.row is not None or "value" not in raw.schema.names:
+        return {}
+    value = raw.schema.field("value").type
+    row = type_at(value, ["after"]) if is_envelope(value) else value
+    items = fields_of(row) if row is not None and pa.types.is_struct(row) else []
+    return {item.name: default for item in items if (default := default_of(item)) is not None}
 
 
 def stored_type(table: Table, state: StagingState) -> TableType | None:
@@ -232,8 +260,9 @@ class TableType:
         return spark_type(self.schema.field(self.table.row_column).type)
 
 
-def table_type(table: Table, frame: DataFrame, state: StagingState | None) -> TableType:
-    """The types of a table. ``frame``: the records of its topic, whose values have a schema.
+def table_type(table: Table, frame: DataFrame, state: StagingState | None, raw: RawState | None = None) -> TableType:
+    """The types of a table. ``frame``: the records of its topic, whose values have a schema; ``raw``: their raw table, for
+    the defaults of columns.
 
     Raises EtlError for an expression that Spark can't resolve, and FieldMissing for a missing field.
     """
@@ -256,7 +285,28 @@ def table_type(table: Table, frame: DataFrame, state: StagingState | None) -> Ta
         columns.append(pa.field(name, arrow_type(unify([(f"table {table.name}", kind)], table.topic, side, before))))
     # With the notes of the staging table's columns, by which Spark finds files with narrower types.
     schema = wider_schema(pa.schema([have[item.name] for item in columns if item.name in have]), pa.schema(columns))
-    return TableType(table, key, row, shape_sql(table.key), f"({row_sql})", deleted, schema)
+    defaults = {name: item for name, item in column_defaults(table, raw).items() if name in table.defaults}
+    row_sql = _with_defaults(f"({row_sql})", row, defaults)
+    return TableType(table, key, row, shape_sql(table.key), row_sql, deleted, schema)
+
+
+def _with_defaults(row_sql: str, row: DataType, defaults: Mapping[str, Default]) -> str:
+    """A row where each column has its default if the record is from before the column."""
+    from pyspark.sql.types import StructType
+
+    if not defaults or not isinstance(row, StructType):
+        return row_sql
+    column = f"kafka.{frames.SCHEMA_IDS[1]}"
+    parts: list[str] = []
+    for item in row:
+        name, value = name_sql(item.name), f"{row_sql}.{name_sql(item.name)}"
+        if (default := defaults.get(item.name)) is not None:
+            default_sql = f"CAST({text_sql(default.text)} AS {type_sql(item.dataType)})"
+            value = f"CASE WHEN {column} IN ({', '.join(map(str, default.ids))}) THEN {default_sql} ELSE {value} END"
+        parts.append(f"{value} AS {name}")
+    ids = sorted({number for default in defaults.values() for number in default.ids})
+    is_early = f"{column} IN ({', '.join(map(str, ids))}) AND {row_sql} IS NOT NULL"
+    return f"(CASE WHEN {is_early} THEN CAST(struct({', '.join(parts)}) AS {type_sql(row)}) ELSE {row_sql} END)"
 
 
 def declared_frame(pipeline: Pipeline, spark: SparkSession, topic: str, frame: DataFrame | None) -> DataFrame | None:

@@ -18,6 +18,7 @@ from zync_assets.lake.raw import open_raw
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import RegistryConfig, ViewTable
+from zync_assets.runner import rebuild_all
 from zync_assets.spark.frames import record_frame
 from zync_assets_tests.bench.data import append_raw
 from zync_assets_tests.mini import framed, make_pipeline, mini_of
@@ -50,7 +51,8 @@ def schema(*fields: tuple[str, Any]) -> dict[str, Any]:
 
 
 KEY = schema(("id", "long"))
-ORDER = schema(("id", "long"), ("status", "string"))
+ORDER_FIELDS = ("id", "long"), ("status", "string")
+ORDER = schema(*ORDER_FIELDS)
 LINE = schema(("id", "long"), ("order_id", "long"))
 
 
@@ -118,6 +120,61 @@ def test_a_column_that_a_view_does_not_use_changes_nothing(
     found = sorted((row["key"]["id"], row["value"]["status"], row["value"]["lines"]) for row in it.staged()[2:])
     assert found == [(1, "new", 0), (2, "paid", 2)]
     assert state_equals_raw(it.pipeline, "Staging", lambda: spark).passed
+
+
+MORE = """
+  - type: view
+    name: regions
+    tables: {{o: {left}}}
+    from: o
+    key: {{id: o.id}}
+    value: {{region: o.region}}
+    out: {out}.more
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_new", [False, True])
+def test_rows_from_before_a_column_have_its_default(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, is_new: bool
+) -> None:
+    """A source makes no records for ADD COLUMN ... DEFAULT. A rebuild follows the edit of a view that names the column. A new
+    view needs no command of the user."""
+    topics = Topics(services, spark, tmp_path, unique)
+    it, wider = topics.it, schema(*ORDER_FIELDS, ("region", ["string", "null"]))
+    wider["fields"][-1]["default"] = "eu"
+    for side, kind in (("key", KEY), ("value", LINE)):
+        topics.registry.register(f"{it.right}-{side}", json.dumps(kind))
+    topics.send(it.left, ORDER, {"id": 1, "status": "new"}, {"id": 2, "status": "new"})
+    it.step()
+    topics.send(it.left, wider, {"id": 2, "status": "paid", "region": "us"}, {"id": 4, "status": "new", "region": None})
+    topics.send(it.left, ORDER, {"id": 3, "status": "new"})
+    it.step()
+    # No view needs the default yet.
+    assert state_equals_raw(it.pipeline, "Staging", lambda: spark).passed
+    text = AVRO if is_new else AVRO.replace("status: o.status", "region: o.region")
+    if is_new:
+        text = text.replace(
+            "transforms:", "  - {{topic: {out}.more, pool: Staging, format: json, create: {{}}}}\ntransforms:"
+        )
+    text = (text + MORE if is_new else text).format(left=it.left, right=it.right, out=it.out)
+    it = mini_of(make_pipeline(services, tmp_path, text), spark)
+    out = f"{it.out}.more" if is_new else it.out
+
+    def regions() -> dict[int, str | None]:
+        """The latest region of each key."""
+        return {row["key"]["id"]: row["value"]["region"] for row in it.staged(out)}
+
+    assert is_new or list(rebuild_all(it.pipeline, lambda: spark, "views"))
+    it.step()
+    assert regions() == {1: "eu", 2: "us", 3: "eu", 4: None}
+    topics.send(it.left, ORDER, {"id": 5, "status": "new"}, {"id": 2, "status": "new"})
+    it.step()
+    assert regions() == {1: "eu", 2: "eu", 3: "eu", 4: None, 5: "eu"}
+    staged = len(it.staged(out))
+    assert state_equals_raw(it.pipeline, "Staging", lambda: spark).passed
+    list(rebuild_all(it.pipeline, lambda: spark, "state"))
+    assert len(it.staged(out)) == staged
 
 
 NAMES = """
