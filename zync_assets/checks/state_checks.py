@@ -24,7 +24,8 @@ from zync_assets.checks.sink_checks import sink_subject
 from zync_assets.codecs.fields import BITS
 from zync_assets.codecs.spark_types import rows_frame
 from zync_assets.errors import LakeError, SinkError, TableUnfit
-from zync_assets.etl.views.rebuild import removed_records, state_counts
+from zync_assets.etl.views.query import removed_records
+from zync_assets.etl.views.rebuild import state_counts
 from zync_assets.etl.views.tables import stored_tables
 from zync_assets.lake.check_results import CheckResult, Number, conclude, count_text
 from zync_assets.lake.snapshot import Snapshot

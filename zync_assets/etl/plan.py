@@ -370,7 +370,7 @@ def _new_views(
     if state is None or not any(rule.view is not None for rule in pipeline.rules_of(pool)):
         return (), False
     # Here alone: Spark's workers load this module, and need no SQL parser.
-    from zync_assets.etl.views.rebuild import unfilled_tables
+    from zync_assets.etl.views.query import unfilled_tables
     from zync_assets.etl.views.tables import has_changed, new_views
     from zync_assets.pipeline_file.references import with_lake_names
 

@@ -35,8 +35,8 @@ from zync_assets.etl.views.changes import (
 from zync_assets.etl.views.differences import DUPLICATE
 from zync_assets.etl.views.failures import check_places, row_checks, table_failures, view_failures, with_reason
 from zync_assets.etl.views.maintenance import Maintenance
-from zync_assets.etl.views.query import Query, rule_types
-from zync_assets.etl.views.rebuild import raw_rows, staged_differences, unfilled_tables
+from zync_assets.etl.views.query import Query, rule_types, unfilled_tables
+from zync_assets.etl.views.rebuild import raw_rows, staged_differences
 from zync_assets.etl.views.state import StateFiles, StateReader, state_files
 from zync_assets.etl.views.state_index import indexed_columns, join_columns, write_index
 from zync_assets.etl.views.tables import (

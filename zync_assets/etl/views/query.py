@@ -7,7 +7,7 @@ gives both results.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -19,9 +19,18 @@ from sqlglot.errors import SqlglotError
 from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.etl.rules.shapes import field_error, has_schema, headers_sql, nullable, type_sql
-from zync_assets.etl.views.tables import lake_definition, substituted, table_of, table_type
+from zync_assets.etl.views.tables import (
+    column_defaults,
+    lake_definition,
+    stored_table,
+    substituted,
+    table_of,
+    table_type,
+)
 from zync_assets.lake.parquet_rows import RecentCache
+from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import StagingState
+from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule, Shape, View
 from zync_assets.pipeline_file.fields import suggestion, word_list
 from zync_assets.pipeline_file.view_expressions import grouped, has_aggregates, ordered, with_greatest
@@ -290,6 +299,33 @@ class _Grouping:
 def _columns(found: set[Reference], alias: str) -> list[str] | None:
     own = [each.column for each in found if each.alias == alias]
     return None if None in own else sorted(name for name in own if name is not None)
+
+
+def unfilled_tables(rules: Iterable[Rule], state: StagingState, raw: Mapping[str, RawState | None]) -> set[str]:
+    """The tables whose stored rows lack the default of a column that a view uses. The state is made again then, unless retention
+    removed raw records of the table. ``raw``: input topic → its raw table."""
+    tables: set[str] = set()
+    for rule in rules:
+        for item in rule.view.tables if rule.view is not None else ():
+            table, raw_state = table_of(item), raw.get(item.topic)
+            entry = state.head.tables.get(table.name)
+            if raw_state is None or entry is None:
+                continue
+            names = column_defaults(table, raw_state).keys() - set(stored_table(table.name, entry).defaults)
+            used = Query(rule).used[item.alias] if names else []
+            is_used = used is None or bool({name.lower() for name in names} & {name.lower() for name in used})
+            if is_used and not removed_records(state, raw_state, table.topic):
+                tables.add(table.name)
+    return tables
+
+
+def removed_records(state: StagingState, raw: RawState, topic: str) -> list[OffsetRange]:
+    """The offsets of a topic that the pool has taken and that retention removed from the raw table."""
+    positions = sorted((part, item) for (name, part), item in state.head.inputs.items() if name == topic)
+    ranges = (
+        OffsetRange(part, item.first, max(item.first, raw.retention_start.get(part, 0))) for part, item in positions
+    )
+    return [part for part in ranges if not part.empty]
 
 
 Types: TypeAlias = "tuple[DataType, DataType, DataType | None]"

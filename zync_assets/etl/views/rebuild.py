@@ -7,7 +7,7 @@ that are published never change.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,16 +19,15 @@ from zync_assets.etl.rules.kind import Ordering
 from zync_assets.etl.rules.output_schemas import record_fields
 from zync_assets.etl.rules.shapes import has_schema, key_fields, made_sql
 from zync_assets.etl.views.changes import latest_rows, record_rows, table_records
-from zync_assets.etl.views.query import Query, same_sql
+from zync_assets.etl.views.query import removed_records, same_sql
 from zync_assets.etl.views.state import StateReader, state_files
 from zync_assets.etl.views.state_index import unindexed_rows
-from zync_assets.etl.views.tables import Table, column_defaults, stored_table, table_of, table_type
+from zync_assets.etl.views.tables import Table, table_type
 from zync_assets.lake import staging
 from zync_assets.lake.head import Head
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
-from zync_assets.pipeline import Rule
 from zync_assets.spark import frames
 from zync_assets.spark.sql import name_sql, text_sql
 
@@ -64,33 +63,6 @@ def raw_rows(spark: SparkSession, state: StagingState, raw: RawState, table: Tab
     frame = frames.record_frame(spark, raw, [part for part in ranges if not part.empty])
     condition = _quarantined_records(state, topic).condition(topic)
     return frame if condition is None else frame.where(f"NOT ({condition})")
-
-
-def unfilled_tables(rules: Iterable[Rule], state: StagingState, raw: Mapping[str, RawState | None]) -> set[str]:
-    """The tables whose stored rows lack the default of a column that a view uses. The state is made again then, unless retention
-    removed raw records of the table. ``raw``: input topic → its raw table."""
-    tables: set[str] = set()
-    for rule in rules:
-        for item in rule.view.tables if rule.view is not None else ():
-            table, raw_state = table_of(item), raw.get(item.topic)
-            entry = state.head.tables.get(table.name)
-            if raw_state is None or entry is None:
-                continue
-            names = column_defaults(table, raw_state).keys() - set(stored_table(table.name, entry).defaults)
-            used = Query(rule).used[item.alias] if names else []
-            is_used = used is None or bool({name.lower() for name in names} & {name.lower() for name in used})
-            if is_used and not removed_records(state, raw_state, table.topic):
-                tables.add(table.name)
-    return tables
-
-
-def removed_records(state: StagingState, raw: RawState, topic: str) -> list[OffsetRange]:
-    """The offsets of a topic that the pool has taken and that retention removed from the raw table."""
-    positions = sorted((part, item) for (name, part), item in state.head.inputs.items() if name == topic)
-    ranges = (
-        OffsetRange(part, item.first, max(item.first, raw.retention_start.get(part, 0))) for part, item in positions
-    )
-    return [part for part in ranges if not part.empty]
 
 
 def _quarantined_records(state: StagingState, topic: str) -> Failures:
