@@ -252,19 +252,23 @@ def no_answer(text: str) -> LakeUnavailable | None:
 ANEW = "begin anew, with other pools and other output topics"
 """The last cure of a table that lost records or its account."""
 
-_FULL = r"No space left|os error 28|[Ee]rrno 28|Disk quota|os error 122|[Ee]rrno 122"
-
-_DISK = (
-    (_FULL, "the disk is full (No space left on device). Make room"),
-    (r"Read-only file system|os error 30|[Ee]rrno 30", "it is read-only. Make it writable"),
+_DISK: tuple[tuple[str, type[LakeError], str], ...] = (
+    (
+        r"No space left|os error 28|[Ee]rrno 28|Disk quota|os error 122|[Ee]rrno 122",
+        LakeUnavailable,
+        "the disk is full (No space left on device). Make room",
+    ),
+    (r"Read-only file system|os error 30|[Ee]rrno 30", LakeError, "it is read-only. Make it writable"),
     (
         r"Permission denied|Operation not permitted|os error 13|[Ee]rrno 13",
+        LakeError,
         "this user may not do that. Give it the right to write",
     ),
-    (r"[Ee]rrno 2\] Cannot create directory", "no folder can be made there. Name another folder"),
+    (r"[Ee]rrno 2\] Cannot create directory", LakeError, "no folder can be made there. Name another folder"),
     # Hadoop's file system does not say why.
     (
         "Mkdirs failed to create",
+        LakeError,
         "no folder can be made there: it is read-only, or this user may not write. Give the user the right to write",
     ),
 )
@@ -273,9 +277,9 @@ _DISK = (
 def disk_refusal(place: str, text: str) -> LakeError | None:
     """What the file system at a place refuses; None where the text is of something else. A full disk is LakeUnavailable: room
     is made while the command ``run`` waits."""
-    for pattern, fault in _DISK:
+    for pattern, kind, fault in _DISK:
         if re.search(pattern, text):
-            return (LakeUnavailable if pattern is _FULL else LakeError)(
+            return kind(
                 f"{place}: {fault}, and run again: nothing of this step is visible, and what was committed before is kept."
             )
     return None

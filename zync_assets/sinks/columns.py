@@ -417,15 +417,20 @@ def _side(root: str, kind: pa.DataType, side: str, partial: PartialRecords | Non
         source_name, path = name if side == "value" else None, (*root.split("."), item.name)
         unset = partial.unset(item) if partial is not None else None
         source = SourceColumn(column, f"{root}.{name_sql(item.name)}", source_name, path, units, unset)
-        default = partial.default(item) if partial is not None else None
-        if default is not None:
-            condition, value = default
-            value_sql = (
-                f"CAST({text_sql(value.cast(pa.string())[0].as_py())} AS {spark_type(item.type).simpleString()})"
-            )
-            column = replace(column, default=_target_values(value, source)[0])
-            source = replace(source, column=column, default=(condition, value_sql))
-        yield source
+        yield source if partial is None else _with_default(source, partial.default(item))
+
+
+def _with_default(source: SourceColumn, default: tuple[str, pa.Array] | None) -> SourceColumn:
+    """The column with a default (``PartialRecords.default``), unless the target does not hold its value."""
+    if default is None:
+        return source
+    condition, values = default
+    try:
+        (value,) = _target_values(values, source)
+    except TargetRefused:
+        return source
+    sql = f"CAST({text_sql(values.cast(pa.string())[0].as_py())} AS {spark_type(values.type).simpleString()})"
+    return replace(source, column=replace(source.column, default=value), default=(condition, sql))
 
 
 def _value(item: SourceColumn) -> str:

@@ -94,9 +94,11 @@ def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.Re
         set_places = np.where(records.is_set[:, number] & ~records.is_delete, places, -1)
         at = np.maximum.accumulate(set_places)[ends] if count else ends
         has_value = at >= row_starts
-        # The record that makes the row comes from before the field, if the record has a default.
-        is_valid = np.append(records.rows.column(name).is_valid().to_numpy(zero_copy_only=False), False)
-        has_default = ~has_value & is_upsert & is_valid[np.where(is_upsert, first_creations, count)]
+        has_default = ~has_value & is_upsert
+        if has_default.any():
+            # The record that makes the row comes from before the field, if the record has a default.
+            is_valid = np.append(records.rows.column(name).is_valid().to_numpy(zero_copy_only=False), False)
+            has_default &= is_valid[np.minimum(first_creations, count)]
         marks = [np.where(is_upsert & (at < first_creations), 2, 1), 3]
         masks.append(np.select([has_value, has_default], marks, 0).astype(np.int8))
         places_of_values = np.where(has_default, first_creations, at)

@@ -13,15 +13,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import sqlalchemy as sa
 
 from zync_assets.checks.state_checks import rows_match
-from zync_assets.codecs.fields import field_with_notes
+from zync_assets.codecs.fields import (
+    DEBEZIUM_DATE,
+    MICRO_TIMESTAMP,
+    Default,
+    Note,
+    field_with_notes,
+    lacked_by,
+    with_default,
+)
 from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.lake.check_results import CheckResult
 from zync_assets.lake.raw import open_raw
 from zync_assets.pipeline import Sink, SinkMode, SinkTable
 from zync_assets.sinks.columns import IS_DELETE, Layout, make_layout
 from zync_assets.sinks.fold import OFFSET
+from zync_assets.sinks.sql_types import default_text
 from zync_assets.sinks.sqlite import SqliteTarget
 from zync_assets.sinks.steps import sink_all
 from zync_assets_tests.bench.data import append_raw
@@ -80,6 +90,45 @@ def test_an_interval_is_refused_with_the_column_s_name() -> None:
     sink = Sink("shop", "sqlite", "shop.db")
     with pytest.raises(SinkError, match=r"column v is an interval, .* with before: {set: ...} and CAST"):
         make_layout(sink, SinkTable("Raw", "t", "rows", staged=False), SqliteTarget(""), sides, "", {}, None, {})
+
+
+def test_a_default_is_a_value_of_the_target() -> None:
+    def field(name: str, kind: pa.DataType, text: str, **notes: Any) -> pa.Field:
+        return with_default(lacked_by(field_with_notes(name, kind, **notes), [3]), Default(text, (3,)))
+
+    value = pa.struct(
+        [
+            field("plain", pa.string(), "it's"),
+            field("clock", pa.int64(), "3600000000", unit="time-micros"),
+            field("late", pa.int64(), "86400000000", unit="time-micros"),
+            field("day", pa.int32(), "20000", connect=Note(DEBEZIUM_DATE)),
+            field("wall", pa.timestamp("us", "UTC"), "2024-10-04 01:02:03Z", connect=Note(MICRO_TIMESTAMP)),
+        ]
+    )
+    sink, table = Sink("shop", "sqlite", "shop.db"), SinkTable("Raw", "t", "rows", staged=False)
+    made = make_layout(sink, table, SqliteTarget(""), {"key": pa.int64(), "value": value}, "", {}, None, {})
+    defaults = {item.column.name: item.column.default and item.column.default.as_py() for item in made.columns}
+    wall = datetime(2024, 10, 4, 1, 2, 3)
+    # No day has the hour 24: the target would refuse the default in each row.
+    assert defaults == {"key": None, "plain": "it's", "clock": time(1), "late": None, "day": 20_000, "wall": wall}
+    day = next(item.column for item in made.columns if item.column.name == "day")
+    assert (default_text(day, sa.Date()), default_text(day, sa.Integer())) == ("2024-10-04", "20000")
+    assert made.select(staged=False)[1] == (
+        "CASE WHEN kafka.value_schema_id IN (3) THEN CAST('it\\'s' AS string)"
+        " WHEN coalesce(kafka.value_schema_id IN (3), false) THEN NULL ELSE value.`plain` END AS c1"
+    )
+    # A function of the user changes values, and the database could not change a default.
+    changed = make_layout(
+        replace(sink, before=f"{HERE}:upper"),
+        table,
+        SqliteTarget(""),
+        {"key": pa.int64(), "value": value},
+        "",
+        {},
+        None,
+        {},
+    )
+    assert all(item.column.default is None for item in changed.columns)
 
 
 @pytest.mark.parametrize(
