@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -26,8 +26,10 @@ from zync_assets.etl.rules.group import aggregate_types
 from zync_assets.etl.rules.kind import OutputColumns
 from zync_assets.etl.rules.output_schemas import (
     FieldPath,
+    common_defaults,
     lacking_sql,
     required_fields,
+    shape_defaults,
     shape_notes,
     topic_notes,
     with_notes,
@@ -71,6 +73,8 @@ class OutputType:
     """The fields of values that every schema of this batch requires."""
     untyped: Mapping[str, str]
     """Rule → the error for a NULL without a type, which only another rule of the topic can resolve."""
+    defaults: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Field of values → the default that earlier records have in the field."""
 
 
 def output_types(
@@ -171,7 +175,10 @@ def _output_type(
         targets[name] = OutputColumns(fingerprint(item.topic, texts[name]), sides[0], sides[1], with_headers, lacking)
     values = [json.loads(text)["value"]["schema"] for text in texts.values()]
     required = {path for schema in values if schema is not None for path in required_fields(schema)}
-    return OutputType(item.topic, columns, targets, texts, required, untyped | unknown)
+    defaults = common_defaults(
+        shape_defaults(rule.value, _tables_of(rule, tables)) for name, rule in rules.items() if name in kinds_by_rule
+    )
+    return OutputType(item.topic, columns, targets, texts, required, untyped | unknown, defaults)
 
 
 def questions(rules: Iterable[Rule], frames: Mapping[str, DataFrame]) -> list[Question]:

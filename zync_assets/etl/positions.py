@@ -338,5 +338,9 @@ def table_schema(state: StagingState | None, types: Mapping[str, OutputType]) ->
     # Tables of older versions have an account without the hashes of source rows.
     fields |= {item.name: item for item in staging.BASE_SCHEMA}
     for kind in types.values():
+        value = staging.value_column(kind.topic)
+        defaults = {**kind.defaults, **(staging.field_defaults(state.schema, value) if state else {})}
         fields |= {name: pa.field(name, arrow) for name, arrow in kind.columns.items()}
+        if value in kind.columns:
+            fields[value] = staging.with_field_defaults(fields[value], defaults)
     return pa.schema(list(fields.values()))

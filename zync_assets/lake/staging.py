@@ -49,6 +49,7 @@ The kinds after ``whole`` are in the ledger. A ``pending`` entry with a ``comple
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -113,6 +114,23 @@ HEADERS_COLUMN = "headers"
 def is_own_group(group: str) -> bool:
     """Whether files of a group hold the account or state, rather than the records of an output topic."""
     return group.startswith("#")
+
+
+_DEFAULTS = b"zync.defaults"
+
+
+def field_defaults(schema: pa.Schema, column: str) -> dict[str, str]:
+    """Field of the values in a column → the default that records from before the field have there
+    (``codecs.fields.Default``)."""
+    text = (schema.field(column).metadata or {}).get(_DEFAULTS) if column in schema.names else None
+    return {} if text is None else json.loads(text)
+
+
+def with_field_defaults(column: pa.Field, defaults: Mapping[str, str]) -> pa.Field:
+    """A column of values that notes the defaults of its fields."""
+    if not defaults:
+        return column
+    return column.with_metadata({**(column.metadata or {}), _DEFAULTS: json.dumps(defaults, sort_keys=True).encode()})
 
 
 def key_column(topic: str) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.fields import connect_note_of, deletes_sql, fields_of
+from zync_assets.codecs.fields import connect_note_of, deletes_sql, fields_of, is_envelope, type_at
 from zync_assets.codecs.spark_types import original_name, spark_type
 from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.etl.rules.output_schemas import value_fields
@@ -46,7 +46,6 @@ IS_UPDATE, FAILED, TIME = "zync_update", "zync_failed", "zync_time"
 NO_VALUE = "value IS NULL"
 """The condition of a tombstone."""
 _COORDINATE_TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
-_ENVELOPE = {"before", "after", "op"}
 _JSON = (
     r"map('ignoreNullFields', 'false', 'timestampFormat', 'yyyy-MM-dd\'T\'HH:mm:ss.SSSSSSXXX',"
     r" 'timestampNTZFormat', 'yyyy-MM-dd\'T\'HH:mm:ss.SSSSSS')"
@@ -206,22 +205,25 @@ def make_layout(
     schemas: Mapping[str, str],
     placeholder: str | None,
     types: Mapping[str, pa.DataType],
+    defaults: Mapping[str, str] | None = None,
 ) -> Layout:
     """The layout of a source's records.
 
     ``sides``: the types of ``key`` and ``value``, of those that any record has. ``schemas``: fingerprint → output schema, of a
-    staged topic. ``types``: the types of the expressions of ``before: {set: ...}``. Raises SinkError if the key is missing.
+    staged topic; ``defaults``: its ``staging.field_defaults``. ``types``: the types of the expressions of ``before: {set: ...}``.
+    Raises SinkError if the key is missing.
     """
-    root, kind = "value", sides.get("value", pa.null())
-    envelope = sink.mode == "upsert" and not table.staged and _is_envelope(kind)
+    root, kind, upserts = "value", sides.get("value", pa.null()), sink.mode == "upsert"
+    envelope = upserts and not table.staged and is_envelope(kind) and type_at(kind, ["before"]) is not None
     deletes = NO_VALUE if table.staged else deletes_sql(kind)
     before = kind.field("before").type if envelope else pa.null()
     if envelope:
         root, kind = "value.after", kind.field("after").type
         deletes = f"CASE WHEN {NO_VALUE} OR value.op = 'd' THEN true WHEN value.after IS NOT NULL THEN false END"
-    fields, is_raw = {name: value_fields(text) for name, text in schemas.items()}, not table.staged
+    fields = {name: value_fields(text) for name, text in schemas.items()}
     # A user's function changes values, so that the database can't give old rows the result of a default.
-    partial = PartialRecords(root, kind, fields, is_raw and sink.mode == "upsert", placeholder, sink.before is None)
+    fills = upserts and sink.before is None
+    partial = PartialRecords(root, kind, fields, upserts and not table.staged, placeholder, fills, defaults or {})
     values = {item.column.name: item for item in _side(root, kind, "value", partial)}
     in_key = {name: _with_before(item, kind, before) for name, item in values.items()} if envelope else values
     keys = _key(sink, table, sides, in_key)
@@ -330,11 +332,6 @@ def _function_columns(function: str, spec: TableSpec) -> tuple[Column, ...]:
         columns[item.name] if item.name in columns and columns[item.name].as_json else Column(item.name, item.type)
         for item in schema
     )
-
-
-def _is_envelope(kind: pa.DataType) -> bool:
-    names = {item.name for item in fields_of(kind)} if pa.types.is_struct(kind) else set[str]()
-    return names >= _ENVELOPE and pa.types.is_struct(kind.field("after").type)
 
 
 def _key(

@@ -9,7 +9,7 @@ Four kinds of change come out, in the column OP:
 
 The column SET has a digit for each column, in their order. ``1``: the change sets the column. ``2``: the change sets the column
 if the row is there already. ``3``: the change sets the column if the row is new, to the field's default. ``0``: the column
-stays. SET is null if the change sets all columns, but never of an update.
+stays. SET is null if the change sets all columns, but never of an update. A column with an update's value has no default.
 
 The column OFFSET has the offset of the key's last record. The column CREATION has the offset of the first record after the last
 delete that makes the row if it is not there; null if no record does.
@@ -21,7 +21,7 @@ rows before their fold.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 
 import numpy as np
@@ -180,7 +180,8 @@ class PartialRecords:
 
     ``root``, ``kind``: SQL and type of the row. ``schemas``: as ``columns.Layout``. ``is_raw``: whether the rows are of a raw
     table. Of such rows, the writer's schema may lack a field, and a value may be ``placeholder``, Debezium's text for a value
-    that it did not send (None: every value was sent). ``fills``: whether rows have the defaults of fields that came later.
+    that it did not send (None: every value was sent). ``fills``: whether rows have the defaults of fields that came later;
+    ``defaults``: of a staged topic (``staging.field_defaults``).
     """
 
     root: str
@@ -189,14 +190,30 @@ class PartialRecords:
     is_raw: bool
     placeholder: str | None
     fills: bool = False
+    defaults: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def default(self, item: pa.Field) -> tuple[str, pa.Array] | None:
         """The condition for a record from before a field of its row, as SQL, and the field's default; None without one."""
-        default = default_of(item) if self.is_raw and self.fills else None
-        if default is None:
+        default, name = default_of(item) if self.is_raw else None, original_name(item.name)
+        text = self.defaults.get(name) if default is None else default.text
+        if text is None or not self.fills:
             return None
-        condition = f"kafka.{frames.SCHEMA_IDS[1]} IN ({', '.join(map(str, default.ids))})"
-        return condition, pa.array([default.text]).cast(item.type)
+        if default is not None:
+            return f"kafka.{frames.SCHEMA_IDS[1]} IN ({', '.join(map(str, default.ids))})", pa.array([text]).cast(
+                item.type
+            )
+        named_fields = {print_: fields for print_, fields in self.schemas.items() if fields is not None}
+        prints = sorted(print_ for print_, fields in named_fields.items() if name not in fields)
+        # A field that came with its source: an earlier schema lacks nothing else. The records of other rules lack more.
+        later = [fields for fields in named_fields.values() if name in fields]
+        came = any(
+            named_fields[print_] < fields and fields - named_fields[print_] <= self.defaults.keys()
+            for print_ in prints
+            for fields in later
+        )
+        left_out = f"coalesce(array_contains(left_out, {text_sql(path_sql(('value', item.name)))}), false)"
+        condition = f"schema IN ({', '.join(map(text_sql, prints))}) OR {left_out}"
+        return (condition, pa.array([text]).cast(item.type)) if came else None
 
     def unset(self, item: pa.Field) -> str | None:
         """Whether a record leaves out a field of its row, as SQL that may be null; None if no record of a raw table does."""

@@ -25,7 +25,7 @@ from zync_assets.lake.parquet_rows import rows_within
 from zync_assets.lake.raw import RawState, raw_files
 from zync_assets.lake.sequence import time_batch
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.lake.staging import HEADERS_COLUMN, StagingState, key_column, value_column
+from zync_assets.lake.staging import HEADERS_COLUMN, StagingState, field_defaults, key_column, value_column
 from zync_assets.offsets import OffsetRange, offset_count
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import (
@@ -337,8 +337,7 @@ def read_source(spark: SparkSession | Session, plan: SinkPlan) -> SinkBatch:
 
 def layout(plan: SinkPlan, session: Session) -> Layout:
     """The columns of a plan's table. Starts a session only for ``before: {set: ...}``."""
-    sink, table, state = plan.sink, plan.table, plan.state
-    names = side_names(plan)
+    sink, table, state, names = plan.sink, plan.table, plan.state, side_names(plan)
     schema = state.schema if state is not None else pa.schema([])
     comment = f"{plan.pipeline.name}: {table.source}"
     if plan.target().whole_records:
@@ -363,7 +362,8 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
             kinds = {item.name: item.dataType for item in frame.schema}
         types = {name: _held_type(plan, name, kind) for name, kind in kinds.items()}
     target = plan.target()
-    table_layout = make_layout(sink, table, target, sides, comment, schemas, plan.pipeline.unavailable_value, types)
+    about = comment, schemas, plan.pipeline.unavailable_value, types, field_defaults(schema, names["value"])
+    table_layout = make_layout(sink, table, target, sides, *about)
     _check_names(plan, target, table_layout)
     return table_layout
 

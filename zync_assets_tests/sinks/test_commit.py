@@ -905,6 +905,67 @@ def test_rows_from_before_a_column_have_its_default(
     assert "id=4: another value in region" in rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).summary
 
 
+STAGED = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: json, key-schema: id bigint, format: avro}
+  - {topic: $right, pool: Raw, format: json, key-schema: id bigint, value-schema: "id bigint, status string"}
+outputs: [{topic: $out, pool: Staging, format: avro, create: {replication-factor: 1}}]
+transforms:
+  - {name: row, type: stateless, in: $left, out: $out, key: in.key, value: in.value}
+  - {name: status, type: stateless, in: $right, out: $out, key: in.key, value: {id: in.value.id, status: in.value.status}}
+sinks:
+  - {name: staged, type: sqlite, url: shop.db, from: [Staging.$out], table: rows, key: [key.id], evolve: add}
+"""
+
+
+def test_staged_rows_from_before_a_column_have_its_default(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """Whole rows that pass through a rule. A record of another rule may make the row first."""
+    it = mini(services, spark, tmp_path, unique, STAGED)
+    registry = Registry(RegistryConfig(services.registry_url))
+
+    def record(key: int, *defaults: object, **fields: object) -> tuple[bytes, bytes]:
+        later = [{"name": "region", "type": ["string", "null"], "default": text} for text in defaults]
+        columns = [{"name": "id", "type": "long"}, {"name": "v", "type": ["null", "string"]}, *later]
+        schema = {"type": "record", "name": "Row", "fields": columns}
+        number = registry.register(f"{unique}-value", json.dumps(schema))
+        return f'{{"id": {key}}}'.encode(), framed(number, schema, {"id": key, **fields})
+
+    def status(key: int, text: str) -> tuple[str, dict[str, Any]]:
+        return json.dumps({"id": key}), {"id": key, "status": text}
+
+    it.send(it.left, record(1, v="a"), record(2, v="b"))
+    it.send(it.right, status(1, "new"), status(8, "lone"))
+    it.step()
+    write(it)
+    it.send(it.left, record(3, v="c"), record(2, "eu", v="B", region="us"), record(4, "asia", v="d", region=None))
+    it.send(it.left, record(1, v="A"))
+    it.send(it.right, status(9, "lone"), status(4, "paid"), status(6, "paid"))
+    it.step()
+    # Records of a connector that has not seen the column yet.
+    it.send(it.left, record(5, v="e"), record(6, v="f"))
+    it.step()
+    write(it)
+    found = [
+        (1, "A", "new", "eu"),
+        (2, "B", None, "us"),
+        (3, "c", None, "eu"),
+        (4, "d", "paid", None),
+        (5, "e", None, "eu"),
+        (6, "f", "paid", "eu"),
+        (8, None, "lone", "eu"),
+        (9, None, "lone", "eu"),
+    ]
+    assert rows(it, "SELECT id, v, status, region FROM rows ORDER BY id") == found
+    (sink,) = it.pipeline.sinks
+    assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
+    reset_sink(it.pipeline, lambda: spark, "staged", "rows")
+    write(it)
+    assert rows(it, "SELECT id, v, status, region FROM rows ORDER BY id") == found
+    assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
+
+
 NO_CHANGE = (
     ENVELOPE[: ENVELOPE.index("  - {name: all")]
     + """

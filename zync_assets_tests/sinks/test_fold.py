@@ -10,7 +10,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zync_assets.sinks.fold import DELETE, OFFSET, OP, REPLACE, SET, UPDATE, UPSERT, Records, fold_all
+from zync_assets.sinks.fold import DELETE, OFFSET, OP, REPLACE, SET, UPDATE, UPSERT, PartialRecords, Records, fold_all
 from zync_assets_tests.sinks.conformance import Update
 
 COLUMNS = ("a", "b", "c")
@@ -27,7 +27,9 @@ FIELDS = st.fixed_dictionaries(
         "c": st.none() | st.just(0.5),
     },
 )
-CHANGES = st.lists(st.tuples(st.integers(0, 4), st.none() | FIELDS | FIELDS.map(Update)), max_size=30)
+UPDATES = FIELDS.map(lambda fields: Update({name: value for name, value in fields.items() if name != "c"}))
+"""Updates of columns without a default. A change holds one value of a column: an update's, or the default of a new row."""
+CHANGES = st.lists(st.tuples(st.integers(0, 4), st.none() | FIELDS | UPDATES), max_size=30)
 
 
 DEFAULT = 7.5
@@ -82,3 +84,22 @@ def test_a_fold_is_what_its_records_do_one_by_one(before: list[Change], changes:
     last = {key: at for at, (key, _) in enumerate(ordered)}
     assert {row["k"]: row[OFFSET] for row in folded} == last
     assert {row[OP] for row in folded} <= {UPSERT, UPDATE, REPLACE, DELETE}
+
+
+def test_a_field_of_a_staged_topic_has_a_default_if_it_came_with_its_source() -> None:
+    """Another rule's record lacks more than the field. Its schema alone says nothing of a change of the source."""
+    kind = pa.struct([("id", pa.int64()), ("name", pa.string()), ("status", pa.string()), ("region", pa.string())])
+    whole = frozenset({"id", "name", "region"})
+    prints: dict[str, frozenset[str] | None] = {"late": whole, "status": frozenset({"id", "status"}), "key": None}
+
+    def default(schemas: dict[str, frozenset[str] | None], *, fills: bool = True) -> tuple[str, list[Any]] | None:
+        partial = PartialRecords("value", kind, schemas, False, None, fills, {"region": "eu"})
+        found = partial.default(kind.field("region"))
+        return None if found is None else (found[0], found[1].to_pylist())
+
+    assert default(prints) is None
+    early = {**prints, "early": frozenset({"id", "name"})}
+    left_out = "coalesce(array_contains(left_out, 'value.region'), false)"
+    assert default(early) == (f"schema IN ('early', 'status') OR {left_out}", ["eu"])
+    assert default(early, fills=False) is None
+    assert PartialRecords("value", kind, early, False, None, True, {}).default(kind.field("region")) is None

@@ -16,11 +16,19 @@ from zync_assets.codecs.fields import (
     PLAIN,
     TIMESTAMP,
     VARIABLE_DECIMAL,
+    Default,
     Note,
     field_with_notes,
     lacked_by,
+    with_default,
 )
-from zync_assets.etl.rules.output_schemas import lacking_sql, record_fields, written_forms
+from zync_assets.etl.rules.output_schemas import (
+    common_defaults,
+    lacking_sql,
+    record_fields,
+    shape_defaults,
+    written_forms,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -39,6 +47,20 @@ def test_a_field_with_a_value_is_never_left_out(spark: SparkSession) -> None:
     )
     left_out = rows.selectExpr(f"array_compact(array({', '.join(found)})) AS paths").collect()
     assert [each["paths"] for each in left_out] == [[], ["value.c"], [], ["value.a.b.the street"], []]
+
+
+def test_a_whole_row_has_the_defaults_of_its_source_and_a_mapping_has_none() -> None:
+    region = with_default(pa.field("region", pa.string()), Default("eu", (1,)))
+    row = pa.struct([pa.field("id", pa.int64()), region])
+    sides = {"in": pa.schema([pa.field("value", pa.struct([pa.field("after", row)]))])}
+    whole = shape_defaults("in.value.after", sides)
+    assert whole == {"id": None, "region": "eu"}
+    mapping = shape_defaults({"id": "in.value.after.id", "region": "in.value.after.region"}, sides)
+    assert mapping == {"id": None, "region": None}
+    status = shape_defaults({"id": "in.value.after.id", "status": "'new'"}, sides)
+    assert shape_defaults(None, sides) == shape_defaults("upper(in.value.after)", sides) == {}
+    assert common_defaults([whole, status, whole]) == {"region": "eu"}
+    assert common_defaults([whole, mapping]) == {}
 
 
 def test_the_fields_of_a_schema_are_those_of_its_record_beside_null_or_not() -> None:
