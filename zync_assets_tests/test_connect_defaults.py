@@ -22,8 +22,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PIPELINE = """
 inputs:
   - {topic: $left.public.items, pool: Raw, format: avro}
+outputs: [{topic: $out, pool: Staging, create: {replication-factor: 1}}]
+transforms:
+  - {name: row, type: stateless, where: value.op <> 'd', in: $left.public.items, out: $out, key: in.key,
+     value: in.value.after}
+  - {name: gone, type: stateless, where: value.op = 'd', in: $left.public.items, out: $out, key: in.key, value: null}
 sinks:
   - {name: copy, type: postgres, url: "URL", from: [Raw.$left.public.items], table: items, evolve: add}
+  - {name: staged, type: postgres, url: "URL", from: [Staging.$out], table: staged, evolve: add}
 """
 ADDED = """ALTER TABLE items
   ADD region text NOT NULL DEFAULT '5% ☃',
@@ -67,6 +73,7 @@ def test_the_target_has_the_defaults_that_the_source_gave_its_rows(
 
         def written() -> list[tuple[object, ...]]:
             it.ingest()
+            it.etl()
             assert list(sink_all(it.pipeline, lambda: spark))
             return server.run("target", "SELECT * FROM items ORDER BY id")
 
@@ -81,9 +88,11 @@ def test_the_target_has_the_defaults_that_the_source_gave_its_rows(
         source = server.run("source", f"SELECT {COLUMNS} FROM items ORDER BY id")
         assert [row[2] for row in source] == ["5% ☃", "us", "5% ☃", "asia"]
         written()
-        assert server.run("target", f"SELECT {COLUMNS} FROM items ORDER BY id") == source
-        (sink,) = it.pipeline.sinks
-        assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
-        reset_sink(it.pipeline, lambda: spark, "copy", "items")
+        for sink, table in (("copy", "items"), ("staged", "staged")):
+            assert server.run("target", f"SELECT {COLUMNS} FROM {table} ORDER BY id") == source
+            rows = it.pipeline.sink(sink)
+            assert rows_match(it.pipeline, lambda: spark, rows, rows.tables[0]).passed
+            reset_sink(it.pipeline, lambda: spark, sink, table)
         written()
-        assert server.run("target", f"SELECT {COLUMNS} FROM items ORDER BY id") == source
+        for table in ("items", "staged"):
+            assert server.run("target", f"SELECT {COLUMNS} FROM {table} ORDER BY id") == source

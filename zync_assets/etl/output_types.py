@@ -26,10 +26,9 @@ from zync_assets.etl.rules.group import aggregate_types
 from zync_assets.etl.rules.kind import OutputColumns
 from zync_assets.etl.rules.output_schemas import (
     FieldPath,
-    common_defaults,
     lacking_sql,
+    later_fields,
     required_fields,
-    shape_defaults,
     shape_notes,
     topic_notes,
     with_notes,
@@ -73,8 +72,8 @@ class OutputType:
     """The fields of values that every schema of this batch requires."""
     untyped: Mapping[str, str]
     """Rule → the error for a NULL without a type, which only another rule of the topic can resolve."""
-    defaults: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Field of values → the default that earlier records have in the field."""
+    later_fields: Mapping[str, str | None] = field(default_factory=dict[str, "str | None"])
+    """As ``output_schemas.later_fields``."""
 
 
 def output_types(
@@ -175,10 +174,8 @@ def _output_type(
         targets[name] = OutputColumns(fingerprint(item.topic, texts[name]), sides[0], sides[1], with_headers, lacking)
     values = [json.loads(text)["value"]["schema"] for text in texts.values()]
     required = {path for schema in values if schema is not None for path in required_fields(schema)}
-    defaults = common_defaults(
-        shape_defaults(rule.value, _tables_of(rule, tables)) for name, rule in rules.items() if name in kinds_by_rule
-    )
-    return OutputType(item.topic, columns, targets, texts, required, untyped | unknown, defaults)
+    later = later_fields((rules[name].value, _tables_of(rules[name], tables)) for name in kinds_by_rule)
+    return OutputType(item.topic, columns, targets, texts, required, untyped | unknown, later)
 
 
 def questions(rules: Iterable[Rule], frames: Mapping[str, DataFrame]) -> list[Question]:

@@ -339,8 +339,8 @@ def table_schema(state: StagingState | None, types: Mapping[str, OutputType]) ->
     fields |= {item.name: item for item in staging.BASE_SCHEMA}
     for kind in types.values():
         value = staging.value_column(kind.topic)
-        defaults = {**kind.defaults, **(staging.field_defaults(state.schema, value) if state else {})}
+        later_fields = {**kind.later_fields, **(staging.later_fields(state.schema, value) if state else {})}
         fields |= {name: pa.field(name, arrow) for name, arrow in kind.columns.items()}
         if value in kind.columns:
-            fields[value] = staging.with_field_defaults(fields[value], defaults)
+            fields[value] = staging.with_later_fields(fields[value], later_fields)
     return pa.schema(list(fields.values()))

@@ -116,21 +116,21 @@ def is_own_group(group: str) -> bool:
     return group.startswith("#")
 
 
-_DEFAULTS = b"zync.defaults"
+_LATER = b"zync.later"
 
 
-def field_defaults(schema: pa.Schema, column: str) -> dict[str, str]:
-    """Field of the values in a column → the default that records from before the field have there
-    (``codecs.fields.Default``)."""
-    text = (schema.field(column).metadata or {}).get(_DEFAULTS) if column in schema.names else None
+def later_fields(schema: pa.Schema, column: str) -> dict[str, str | None]:
+    """The fields of a column of values that came after some records, with the defaults that these records have there
+    (``codecs.fields.Default``; None: null)."""
+    text = (schema.field(column).metadata or {}).get(_LATER) if column in schema.names else None
     return {} if text is None else json.loads(text)
 
 
-def with_field_defaults(column: pa.Field, defaults: Mapping[str, str]) -> pa.Field:
-    """A column of values that notes the defaults of its fields."""
-    if not defaults:
+def with_later_fields(column: pa.Field, fields: Mapping[str, str | None]) -> pa.Field:
+    """A column of values that notes the fields which came later."""
+    if not fields:
         return column
-    return column.with_metadata({**(column.metadata or {}), _DEFAULTS: json.dumps(defaults, sort_keys=True).encode()})
+    return column.with_metadata({**(column.metadata or {}), _LATER: json.dumps(fields, sort_keys=True).encode()})
 
 
 def key_column(topic: str) -> str:

@@ -205,12 +205,12 @@ def make_layout(
     schemas: Mapping[str, str],
     placeholder: str | None,
     types: Mapping[str, pa.DataType],
-    defaults: Mapping[str, str] | None = None,
+    later_fields: Mapping[str, str | None] | None = None,
 ) -> Layout:
     """The layout of a source's records.
 
     ``sides``: the types of ``key`` and ``value``, of those that any record has. ``schemas``: fingerprint → output schema, of a
-    staged topic; ``defaults``: its ``staging.field_defaults``. ``types``: the types of the expressions of ``before: {set: ...}``.
+    staged topic; ``later_fields``: as in ``lake.staging``. ``types``: the types of the expressions of ``before: {set: ...}``.
     Raises SinkError if the key is missing.
     """
     root, kind, upserts = "value", sides.get("value", pa.null()), sink.mode == "upsert"
@@ -223,7 +223,7 @@ def make_layout(
     fields = {name: value_fields(text) for name, text in schemas.items()}
     # A user's function changes values, so that the database can't give old rows the result of a default.
     fills = upserts and sink.before is None
-    partial = PartialRecords(root, kind, fields, upserts and not table.staged, placeholder, fills, defaults or {})
+    partial = PartialRecords(root, kind, fields, upserts and not table.staged, placeholder, fills, later_fields or {})
     values = {item.column.name: item for item in _side(root, kind, "value", partial)}
     in_key = {name: _with_before(item, kind, before) for name, item in values.items()} if envelope else values
     keys = _key(sink, table, sides, in_key)

@@ -181,7 +181,7 @@ class PartialRecords:
     ``root``, ``kind``: SQL and type of the row. ``schemas``: as ``columns.Layout``. ``is_raw``: whether the rows are of a raw
     table. Of such rows, the writer's schema may lack a field, and a value may be ``placeholder``, Debezium's text for a value
     that it did not send (None: every value was sent). ``fills``: whether rows have the defaults of fields that came later;
-    ``defaults``: of a staged topic (``staging.field_defaults``).
+    ``later_fields``: of a staged topic (``staging.later_fields``).
     """
 
     root: str
@@ -190,12 +190,12 @@ class PartialRecords:
     is_raw: bool
     placeholder: str | None
     fills: bool = False
-    defaults: Mapping[str, str] = field(default_factory=dict[str, str])
+    later_fields: Mapping[str, str | None] = field(default_factory=dict[str, "str | None"])
 
     def default(self, item: pa.Field) -> tuple[str, pa.Array] | None:
         """The condition for a record from before a field of its row, as SQL, and the field's default; None without one."""
         default, name = default_of(item) if self.is_raw else None, original_name(item.name)
-        text = self.defaults.get(name) if default is None else default.text
+        text = self.later_fields.get(name) if default is None else default.text
         if text is None or not self.fills:
             return None
         if default is not None:
@@ -204,10 +204,10 @@ class PartialRecords:
             )
         named_fields = {print_: fields for print_, fields in self.schemas.items() if fields is not None}
         prints = sorted(print_ for print_, fields in named_fields.items() if name not in fields)
-        # A field that came with its source: an earlier schema lacks nothing else. The records of other rules lack more.
+        # An earlier schema lacks only fields that came later. The records of another rule lack other fields, too.
         later = [fields for fields in named_fields.values() if name in fields]
         came = any(
-            named_fields[print_] < fields and fields - named_fields[print_] <= self.defaults.keys()
+            named_fields[print_] < fields and fields - named_fields[print_] <= self.later_fields.keys()
             for print_ in prints
             for fields in later
         )

@@ -25,7 +25,7 @@ from zync_assets.lake.parquet_rows import rows_within
 from zync_assets.lake.raw import RawState, raw_files
 from zync_assets.lake.sequence import time_batch
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.lake.staging import HEADERS_COLUMN, StagingState, field_defaults, key_column, value_column
+from zync_assets.lake.staging import HEADERS_COLUMN, StagingState, key_column, later_fields, value_column
 from zync_assets.offsets import OffsetRange, offset_count
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import (
@@ -362,7 +362,7 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
             kinds = {item.name: item.dataType for item in frame.schema}
         types = {name: _held_type(plan, name, kind) for name, kind in kinds.items()}
     target = plan.target()
-    about = comment, schemas, plan.pipeline.unavailable_value, types, field_defaults(schema, names["value"])
+    about = comment, schemas, plan.pipeline.unavailable_value, types, later_fields(schema, names["value"])
     table_layout = make_layout(sink, table, target, sides, *about)
     _check_names(plan, target, table_layout)
     return table_layout

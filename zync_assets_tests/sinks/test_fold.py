@@ -89,11 +89,11 @@ def test_a_fold_is_what_its_records_do_one_by_one(before: list[Change], changes:
 def test_a_field_of_a_staged_topic_has_a_default_if_it_came_with_its_source() -> None:
     """Another rule's record lacks more than the field. Its schema alone says nothing of a change of the source."""
     kind = pa.struct([("id", pa.int64()), ("name", pa.string()), ("status", pa.string()), ("region", pa.string())])
-    whole = frozenset({"id", "name", "region"})
+    whole = frozenset({"id", "name", "region", "plain"})
     prints: dict[str, frozenset[str] | None] = {"late": whole, "status": frozenset({"id", "status"}), "key": None}
 
     def default(schemas: dict[str, frozenset[str] | None], *, fills: bool = True) -> tuple[str, list[Any]] | None:
-        partial = PartialRecords("value", kind, schemas, False, None, fills, {"region": "eu"})
+        partial = PartialRecords("value", kind, schemas, False, None, fills, {"region": "eu", "plain": None})
         found = partial.default(kind.field("region"))
         return None if found is None else (found[0], found[1].to_pylist())
 

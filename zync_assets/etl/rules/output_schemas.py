@@ -121,25 +121,24 @@ def _unless(number: str, ids: Collection[int], column: str, path: FieldPath) -> 
     return f"IF({number} IN ({numbers}) AND {column} IS NULL, {text_sql(path_sql(path))}, NULL)"
 
 
-def shape_defaults(shape: Shape, sides: Mapping[str, pa.Schema]) -> dict[str, str | None]:
-    """Field of a value → its default (``codecs.fields.Default``), if the value is a bare column: it gets a field when its source
-    does. A mapping gets a field by an edit, and its earlier records may lack other values than the default. ``sides``: as in
-    ``shape_notes``."""
-    if shape is None or isinstance(shape, Mapping):
-        return dict.fromkeys(shape or ())
-    columns = _columns(shape, sides)
-    items = fields_of(columns[-1].type) if columns and pa.types.is_struct(columns[-1].type) else []
-    defaults = {original(item): default_of(item) for item in items}
-    return {name: None if default is None else default.text for name, default in defaults.items()}
+def later_fields(rules: Iterable[tuple[Shape, Mapping[str, pa.Schema]]]) -> dict[str, str | None]:
+    """The fields of a topic's values that some raw records lack, with their defaults (``codecs.fields.Default``; None: null).
 
-
-def common_defaults(rules: Iterable[Mapping[str, str | None]]) -> dict[str, str]:
-    """The defaults that all rules of a topic with the field give it. ``rules``: as ``shape_defaults``."""
+    ``rules``: the value of each rule of the topic, and its ``sides`` as in ``shape_notes``. A value that is a bare column gets a
+    field when its source does. A mapping gets a field by an edit, and its earlier records may lack any value of the field.
+    """
     texts: dict[str, set[str | None]] = {}
-    for rule in rules:
-        for name, text in rule.items():
-            texts.setdefault(name, set()).add(text)
-    return {name: text for name, found in texts.items() if len(found) == 1 and (text := next(iter(found))) is not None}
+    other_names: set[str] = set()
+    for shape, sides in rules:
+        if shape is None or isinstance(shape, Mapping):
+            other_names.update(shape or ())
+            continue
+        columns = _columns(shape, sides)
+        for item in fields_of(columns[-1].type) if columns and pa.types.is_struct(columns[-1].type) else ():
+            if lacking(item):
+                default = default_of(item)
+                texts.setdefault(original(item), set()).add(None if default is None else default.text)
+    return {name: next(iter(found)) for name, found in texts.items() if len(found) == 1 and name not in other_names}
 
 
 def type_notes(kind: pa.DataType, path: FieldPath = ()) -> Iterator[tuple[FieldPath, Note]]:

@@ -23,10 +23,9 @@ from zync_assets.codecs.fields import (
     with_default,
 )
 from zync_assets.etl.rules.output_schemas import (
-    common_defaults,
     lacking_sql,
+    later_fields,
     record_fields,
-    shape_defaults,
     written_forms,
 )
 
@@ -49,18 +48,17 @@ def test_a_field_with_a_value_is_never_left_out(spark: SparkSession) -> None:
     assert [each["paths"] for each in left_out] == [[], ["value.c"], [], ["value.a.b.the street"], []]
 
 
-def test_a_whole_row_has_the_defaults_of_its_source_and_a_mapping_has_none() -> None:
-    region = with_default(pa.field("region", pa.string()), Default("eu", (1,)))
-    row = pa.struct([pa.field("id", pa.int64()), region])
+def test_a_whole_row_has_the_later_fields_of_its_source_and_a_mapping_has_none() -> None:
+    region, plain = (lacked_by(pa.field(name, pa.string()), [1]) for name in ("region", "plain"))
+    row = pa.struct([pa.field("id", pa.int64()), with_default(region, Default("eu", (1,))), plain])
     sides = {"in": pa.schema([pa.field("value", pa.struct([pa.field("after", row)]))])}
-    whole = shape_defaults("in.value.after", sides)
-    assert whole == {"id": None, "region": "eu"}
-    mapping = shape_defaults({"id": "in.value.after.id", "region": "in.value.after.region"}, sides)
-    assert mapping == {"id": None, "region": None}
-    status = shape_defaults({"id": "in.value.after.id", "status": "'new'"}, sides)
-    assert shape_defaults(None, sides) == shape_defaults("upper(in.value.after)", sides) == {}
-    assert common_defaults([whole, status, whole]) == {"region": "eu"}
-    assert common_defaults([whole, mapping]) == {}
+    whole = "in.value.after", sides
+    mapping = {"id": "in.value.after.id", "region": "in.value.after.region"}, sides
+    status = {"id": "in.value.after.id", "status": "'new'"}, sides
+    others = (None, sides), ("upper(in.value.after)", sides)
+    assert later_fields([whole]) == later_fields([whole, status, whole, *others]) == {"region": "eu", "plain": None}
+    assert later_fields([whole, mapping]) == {"plain": None}
+    assert later_fields([mapping, status, *others]) == {}
 
 
 def test_the_fields_of_a_schema_are_those_of_its_record_beside_null_or_not() -> None:
