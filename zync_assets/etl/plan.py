@@ -223,8 +223,8 @@ def plan_etl(
     domains = domains_of(topics, states)
     owner = owners(domains)
     states = {topic: _with_order(table) if topic in owner else table for topic, table in states.items()}
-    if is_unfilled:
-        # First the rows that are there: the records of the batch may need them.
+    if is_unfilled and not retries.parts:
+        # Before new records, the rows that are there get the default. A replay that the user asked for comes first.
         waits = replace(waits, overdue=())
         return EtlPlan(pool, state, states, dict.fromkeys(ranges, ()), domains=owner, rebuild="views", waits=waits)
     if not any(ranges.values()):
