@@ -34,6 +34,7 @@ from zync_assets.sinks.fold import (
     Records,
     changed,
     clear_left_out,
+    own_values,
 )
 from zync_assets.sinks.target import Column, TableSpec, Target, checked_times, in_units, time_of
 from zync_assets.spark.sql import name_sql, text_sql
@@ -121,6 +122,8 @@ class Layout:
         arrays = [_target_values(batch.column(number), item) for number, item in enumerate(self.columns)]
         rows = self._rows(arrays)
         is_set = self._is_set(batch, rows)
+        if self.function is not None:
+            rows = own_values(rows, [column.name for column in self.spec.others], is_set)
         is_delete = deletes.to_numpy(zero_copy_only=False)
         is_update = batch.column(IS_UPDATE).to_numpy(zero_copy_only=False) if self.update_sql is not None else None
         return Records(rows, is_delete, is_set, batch.column(OFFSET).to_numpy(), is_update)

@@ -280,6 +280,16 @@ def clear_left_out(
                 is_set[is_in_group, at] = False
 
 
+def own_values(rows: pa.RecordBatch, names: Sequence[str], is_set: Mask) -> pa.RecordBatch:
+    """The rows with nulls for columns that their records leave out. A function may make values of nulls, and they are no
+    defaults."""
+    for number, name in enumerate(names):
+        at = rows.schema.get_field_index(name)
+        values = pc.if_else(pa.array(is_set[:, number]), rows.column(at), pa.scalar(None, rows.schema.types[at]))
+        rows = rows.set_column(at, rows.schema.field(at), values)
+    return rows
+
+
 def changed(function: str, rows: pa.RecordBatch) -> pa.RecordBatch:
     """The rows after the user's function. SinkError if the function can't be imported, fails, or returns something else;
     TargetRefused if it fails on the value of a record."""

@@ -27,7 +27,7 @@ from zync_assets.errors import (
 from zync_assets.lake import raw
 from zync_assets.offsets import OffsetRange, offset_count
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
-from zync_assets.sinks.columns import Layout
+from zync_assets.sinks.columns import IS_DELETE, Layout, SourceColumn
 from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, check_table, commit_sink
 from zync_assets.sinks.plan import (
     BATCH_OFFSETS,
@@ -298,9 +298,9 @@ def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:
         own_columns = tuple(replace(item, default=None) for item in table_layout.columns)
         frame = source_frame(batch.spark, plan, replace(table_layout, columns=own_columns), ranges, guarded=True)
         # A column that a function of the user adds is in no record.
-        places = {item.column.name: f"c{number}" for number, item in enumerate(table_layout.columns)}
-        missing = [name for name in error.missing if name in places]
-        lost = [name for name in missing if frame.where(f"{places[name]} IS NOT NULL").limit(1).count()]
+        conditions = {item.column.name: _has_value(at, item) for at, item in enumerate(table_layout.columns)}
+        missing = [name for name in error.missing if name in conditions]
+        lost = [name for name in missing if frame.where(conditions[name]).limit(1).count()]
     if not lost:
         return
     values = f"records that are written already have values for {', '.join(lost)}"
@@ -311,6 +311,15 @@ def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:
         f"table {plan.table.name}: {names} is missing, and {values}. Put it back with its values, or load the table again:"
         f" {reset_command(plan)}"
     ) from None
+
+
+def _has_value(number: int, item: SourceColumn) -> str:
+    """Whether a record has a value for the column, as SQL over a source's frame. A new column would have its default in place of
+    a null, too."""
+    has_value = f"c{number} IS NOT NULL"
+    if item.column.default is None or item.unset is None:
+        return has_value
+    return f"{has_value} OR NOT (u{number} OR coalesce({IS_DELETE}, true))"
 
 
 def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> tuple[Place, ...]:

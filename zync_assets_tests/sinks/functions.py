@@ -55,3 +55,9 @@ def sizes(rows: pa.RecordBatch) -> pa.RecordBatch:
     for name in ("v", "twice"):
         rows = rows.append_column(f"size_of_{name}", pc.utf8_length(rows.column(name)))
     return rows
+
+
+def filled(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows with a text in place of each null in a column."""
+    at = rows.schema.get_field_index("region")
+    return rows if at < 0 else rows.set_column(at, "region", pc.fill_null(rows.column(at), "none"))

@@ -966,6 +966,59 @@ def test_staged_rows_from_before_a_column_have_its_default(
     assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
 
 
+LATE_COLUMN = """
+inputs: [{topic: $left, pool: Raw, key-format: json, key-schema: id bigint, format: avro}]
+sinks:
+  - {name: plain, type: sqlite, url: shop.db, from: [Raw.$left], table: rows, evolve: add, columns: {include: [v]}}
+  - {name: filled, type: sqlite, url: shop.db, from: [Raw.$left], table: filled, evolve: add,
+     before: {function: 'zync_assets_tests.sinks.functions:filled'}}
+"""
+
+
+def test_a_default_is_given_to_no_record_of_a_later_schema(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """Nor does a value that a function makes of an absent field count as a default."""
+    it = mini(services, spark, tmp_path, unique, LATE_COLUMN)
+    registry = Registry(RegistryConfig(services.registry_url))
+
+    def record(key: int, **fields: object) -> tuple[bytes, bytes]:
+        region = {"name": "region", "type": ["string", "null"], "default": "us"}
+        columns = [
+            {"name": "id", "type": "int"},
+            {"name": "v", "type": "string"},
+            *([region] if len(fields) > 1 else []),
+        ]
+        schema = {"type": "record", "name": "Row", "fields": columns}
+        number = registry.register(f"{unique}-value", json.dumps(schema))
+        return f'{{"id": {key}}}'.encode(), framed(number, schema, {"id": key, **fields})
+
+    it.send(it.left, record(1, v="a"))
+    it.ingest(it.left)
+    write(it)
+    it.send(it.left, record(2, v="b", region=None), record(3, v="c"))
+    it.ingest(it.left)
+    write(it)
+    assert rows(it, "SELECT id, v, region FROM filled ORDER BY id") == [
+        (1, "a", None),
+        (2, "b", "none"),
+        (3, "c", None),
+    ]
+    for sink in it.pipeline.sinks:
+        assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
+    # The sink has left out a column. Added with its DEFAULT, the column would hide the null of record 2.
+    it = it.changed(", columns: {include: [v]}", "")
+    it.send(it.left, record(4, v="d", region="eu"))
+    it.ingest(it.left)
+    with pytest.raises(
+        TableUnfit, match="region is missing, and records that are written already have values for region"
+    ):
+        write(it)
+    reset_sink(it.pipeline, lambda: spark, "plain", "rows")
+    write(it)
+    assert rows(it) == [(1, "a", "us"), (2, "b", None), (3, "c", "us"), (4, "d", "eu")]
+
+
 NO_CHANGE = (
     ENVELOPE[: ENVELOPE.index("  - {name: all")]
     + """
