@@ -215,8 +215,20 @@ def _compare_rows(plan: SinkPlan, session: Session) -> Differences:
         # Rows of the table may come from records that retention removed.
         is_whole = not getattr(plan.state, "retention_start", None)
         padded = plan.target().padded(table_layout.spec)
-        parts = frame_results(pairs, partial(_compare_batches, table_layout.spec, is_whole, padded), failure)
+        filled = _filled(plan.target(), table_layout.spec) if is_whole else frozenset[str]()
+        parts = frame_results(pairs, partial(_compare_batches, table_layout.spec, is_whole, padded, filled), failure)
     return sum(parts, Differences())
+
+
+def _filled(target: Target, spec: TableSpec) -> frozenset[str]:
+    """The columns that have their defaults in earlier rows. A table gets a column with the next batch."""
+    names = frozenset(column.name for column in spec.columns if column.default is not None)
+    if names:
+        try:
+            target.prepare(spec, create=False, evolve="none")
+        except TableUnfit as error:
+            return names.difference(error.missing)
+    return names
 
 
 def _source_rows(table_layout: Layout, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -260,19 +272,23 @@ def _is_readable(target: Target, spec: TableSpec, column: Column) -> bool:
 
 
 def _compare_batches(
-    spec: TableSpec, is_whole: bool, padded: frozenset[str], batches: Iterable[pa.RecordBatch]
+    spec: TableSpec, is_whole: bool, padded: frozenset[str], filled: frozenset[str], batches: Iterable[pa.RecordBatch]
 ) -> Differences:
     """The differences of the joined rows of a task. ``is_whole``: whether the source has every record that was ever written.
-    ``padded``: as ``Target.padded``."""
+    ``padded``: as ``Target.padded``; ``filled``: the columns whose defaults are compared."""
     total = Differences()
     for batch in batches:
-        texts = {row["name"]: text for row in batch.to_pylist() if (text := _difference(spec, row, is_whole, padded))}
+        texts = {
+            row["name"]: text for row in batch.to_pylist() if (text := _difference(spec, row, is_whole, padded, filled))
+        }
         first = tuple(nsmallest(MOST, texts.items()))
         total += Differences(batch.num_rows, len(texts), first, min(texts, default=""), max(texts, default=""))
     return total
 
 
-def _difference(spec: TableSpec, row: dict[str, Any], is_whole: bool, padded: frozenset[str]) -> str | None:
+def _difference(
+    spec: TableSpec, row: dict[str, Any], is_whole: bool, padded: frozenset[str], filled: frozenset[str]
+) -> str | None:
     if (row["times"] or 0) > 1:
         return f"the table has the row {row['times']} times"
     if row["wanted"] is None:
@@ -284,7 +300,7 @@ def _difference(spec: TableSpec, row: dict[str, Any], is_whole: bool, padded: fr
     names = [
         column.name
         for column, source_value, table_value, mark in pairs
-        if (mark == "1" or (mark == "3" and is_whole))
+        if (mark == "1" or (mark == "3" and column.name in filled))
         and not _is_same(source_value, table_value, is_padded=column.name in padded)
     ]
     return f"another value in {', '.join(names)}" if names else None

@@ -880,6 +880,8 @@ def test_rows_from_before_a_column_have_its_default(
         record(3, v="D"),
     )
     it.ingest(it.left)
+    # The table gets the column with the next batch.
+    assert rows_match(it.pipeline, lambda: spark, it.pipeline.sinks[0], it.pipeline.sinks[0].tables[0]).passed
     write(it)
     found = [
         (0, "A", "it's", "2024-10-04"),
