@@ -162,6 +162,21 @@ def rows_within(
                     yield rows
 
 
+def field_of(batch: pa.RecordBatch, path: Sequence[str], kind: pa.DataType) -> pa.Array:
+    """A field of a batch's records with a type that holds its values; nulls, if the batch lacks the field."""
+    column_name, *field_names = path
+    if column_name not in batch.schema.names:
+        return pa.nulls(batch.num_rows, kind)
+    values = batch.column(column_name)
+    for name in field_names:
+        at = values.type.get_field_index(name)
+        if at < 0:
+            return pa.nulls(batch.num_rows, kind)
+        values = pc.struct_field(values, [at])
+    # An integer may be in a column of a file from before the column became a double: such a double is the nearest one.
+    return values if values.type == kind else values.cast(kind, safe=not pa.types.is_floating(kind))
+
+
 def _column_paths(footer: pq.FileMetaData, fields: Sequence[tuple[str, ...]]) -> list[str]:
     """The columns to read from a file. Any field of a struct tells whether the struct is null."""
     leaves = [footer.schema.column(number).path for number in range(footer.num_columns)]

@@ -4,6 +4,8 @@ ClickHouse has no transactions of several statements. Each step can therefore be
 
 - A table is a ReplacingMergeTree by its key. The version of a row is the offset of the record that made it, so that a record
   that is written again, or too late, changes nothing. A delete is a row with ``zync_deleted = 1``.
+- The offsets of different partitions tell no order. Of a raw table with several partitions, the version is made of time,
+  partition and offset (``fold.timed_versions``). It is higher than every offset, and a table of before goes on.
 - Whole records go into the table itself, in any order and one row each. Others go by way of load tables.
 - The merge writes load tables first and the position last. With mode insert, an insert from a load table has a token of source,
   ranges and content, and a ClickHouse that still knows the token skips it. No other insert may be skipped: after an edit, the
@@ -57,6 +59,7 @@ from zync_assets.sinks.clickhouse_types import (
     holds,
     insert_changes,
     insert_records,
+    is_open,
     load_token,
     merged_rows,
     new_type,
@@ -65,6 +68,8 @@ from zync_assets.sinks.clickhouse_types import (
     read_column,
     sql_text,
     stored,
+    version_changes,
+    version_type,
     wider,
 )
 from zync_assets.sinks.fold import CREATION, DELETE, OFFSET, OP, SET
@@ -129,6 +134,7 @@ class ClickhouseTarget(SqlTarget):
 
     days = DAYS
     is_atomic = False
+    has_versions = True
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -210,10 +216,10 @@ class ClickhouseTarget(SqlTarget):
         marks = [
             sa.Column(OP, ch.String()),
             sa.Column(SET, ch.Nullable(ch.String())),
-            sa.Column(OFFSET, ch.UInt64()),
+            sa.Column(OFFSET, version_type(spec)),
         ]
         if spec.mode == "upsert":
-            marks.append(sa.Column(CREATION, ch.Nullable(ch.UInt64())))
+            marks.append(sa.Column(CREATION, nullable(version_type(spec))))
         return sa.Table(name, sa.MetaData(), *columns, *marks, MergeTree(order_by="tuple()"))
 
     # ---- the merge
@@ -350,7 +356,7 @@ class ClickhouseTarget(SqlTarget):
         """Note refused records, and remove those that leave quarantine, or that an unfinished batch noted."""
         record_by_spot = {(item.partition, item.offset): item for item in merge.bad}
         rows = _rows(connection, QUARANTINE, merge.place) if merge.upcoming or merge.cured else []
-        open_spots = {(row["partition"], row["offset"]) for row in rows if _is_open(merge, row)}
+        open_spots = {(row["partition"], row["offset"]) for row in rows if is_open(merge, row)}
         removed_spots = (open_spots | set(merge.cured)) - record_by_spot.keys()
         change = max((row["change"] for row in rows), default=0) + 1
         values = [
@@ -383,8 +389,14 @@ class ClickhouseTarget(SqlTarget):
             order_by=[quote_identifier(name) for name in _order(spec)],
             settings={"non_replicated_deduplication_window": TOKENS},
         )
-        marks = [sa.Column(OFFSET, ch.UInt64()), sa.Column(DELETED, ch.UInt8())]
+        marks = [sa.Column(OFFSET, version_type(spec)), sa.Column(DELETED, ch.UInt8())]
         return sa.Table(table.name, sa.MetaData(), *columns, *marks, engine, schema=table.schema, comment=table.comment)
+
+    def _differences(
+        self, connection: Connection, table: sa.Table, spec: TableSpec, *, widens: bool
+    ) -> tuple[list[tuple[int, str, Any]], list[str]]:
+        statements, hopeless = super()._differences(connection, table, spec, widens=widens)
+        return [*statements, *version_changes(table, spec)], hopeless
 
     def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
         query = sa.text("SELECT engine_full, sorting_key FROM system.tables WHERE database = :at AND name = :name")
@@ -432,10 +444,3 @@ def _rows(connection: Connection, table: sa.Table, place: Place) -> list[Mapping
         return []
     query = final(sa.select(*table.c), table).where(*at_place(table, place))
     return [dict(row) for row in connection.execute(query).mappings()]
-
-
-def _is_open(merge: Merge, row: Mapping[str, Any]) -> bool:
-    """Whether a refused record lies in the ranges that the merge passes."""
-    next_offset = merge.upcoming.get(row["partition"])
-    first = merge.expected.get(row["partition"]) or 0
-    return next_offset is not None and first <= row["offset"] < next_offset

@@ -22,11 +22,13 @@ import hashlib
 import logging
 import re
 import secrets
+from collections.abc import Iterator, Mapping
 from datetime import date, datetime, time
 from typing import Any
 
 import pyarrow as pa
 import sqlalchemy as sa
+from alembic.ddl.base import ColumnType
 from clickhouse_connect.cc_sqlalchemy import types as ch
 from clickhouse_connect.driver.exceptions import OperationalError
 from sqlalchemy.engine import Connection
@@ -93,6 +95,19 @@ def nullable(kind: SqlType) -> SqlType:
     """The type with null."""
     wrap: Any = ch.Nullable
     return wrap(kind)
+
+
+def version_type(spec: TableSpec) -> SqlType:
+    """The type of the versions of a table's rows."""
+    return ch.UInt128() if spec.is_timed else ch.UInt64()
+
+
+def version_changes(table: sa.Table, spec: TableSpec) -> Iterator[tuple[int, str, Any]]:
+    """The change of a table whose versions are too small, for any ``evolve``: the column is zync's own. The rows of before keep
+    their versions, which are lower than all new ones."""
+    if spec.is_timed and OFFSET in table.c and str(table.c[OFFSET].type) == "UInt64":
+        ddl = ColumnType(table.name, OFFSET, version_type(spec), schema=table.schema)
+        yield 0, f"column {OFFSET} holds no versions of several partitions", ddl
 
 
 def inner_name(kind: SqlType) -> str:
@@ -275,8 +290,10 @@ def error_text(error: object) -> str:
 def insert_records(connection: Connection, table: sa.Table, merge: Merge, batch: pa.RecordBatch) -> None:
     """Insert records into the table itself. With mode insert, ClickHouse skips a block that it has."""
     names = [column.name for column in merge.spec.columns]
-    offsets, is_deleted = batch.column(OFFSET).cast(pa.uint64()), pc.equal(batch.column(OP), DELETE).cast(pa.uint8())
-    columns = [*(stored(batch.column(name), name) for name in names), offsets, is_deleted]
+    is_deleted = pc.equal(batch.column(OP), DELETE).cast(pa.uint8())
+    versions = batch.column(OFFSET)
+    versions = versions if merge.spec.is_timed else versions.cast(pa.uint64())
+    columns = [*(stored(batch.column(name), name) for name in names), versions, is_deleted]
     arrow_table = pa.Table.from_arrays(columns, names=[*names, OFFSET, DELETED])
     # Rows of one key in a block are left to FINAL and to merges: to look for them takes half of the insert's time.
     settings: dict[str, Any] = {"optimize_on_insert": 0}
@@ -289,6 +306,13 @@ def insert_changes(connection: Connection, statement: sa.Executable, token: str,
     """Insert what a statement selects."""
     settings = {TOKEN: token, "join_use_nulls": 1, "final": 1, **further_settings}
     client_of(connection).command(sql_text(connection, statement), settings=settings)
+
+
+def is_open(merge: Merge, row: Mapping[str, Any]) -> bool:
+    """Whether a refused record lies in the ranges that the merge passes."""
+    next_offset = merge.upcoming.get(row["partition"])
+    first = merge.expected.get(row["partition"]) or 0
+    return next_offset is not None and first <= row["offset"] < next_offset
 
 
 def own_token() -> str:

@@ -35,6 +35,7 @@ from zync_assets.sinks.fold import (
     changed,
     clear_left_out,
     own_values,
+    timed_versions,
 )
 from zync_assets.sinks.target import Column, TableSpec, Target, checked_times, in_units, time_of
 from zync_assets.spark.sql import name_sql, text_sql
@@ -126,13 +127,20 @@ class Layout:
             rows = own_values(rows, [column.name for column in self.spec.others], is_set)
         is_delete = deletes.to_numpy(zero_copy_only=False)
         is_update = batch.column(IS_UPDATE).to_numpy(zero_copy_only=False) if self.update_sql is not None else None
-        return Records(rows, is_delete, is_set, batch.column(OFFSET).to_numpy(), is_update)
+        return Records(rows, is_delete, is_set, self._versions(batch), is_update)
+
+    def _versions(self, batch: pa.RecordBatch) -> pa.Array:
+        marks = (batch.column(name) for name in (TIME, PARTITION, OFFSET))
+        return timed_versions(*marks) if self.spec.is_timed else batch.column(OFFSET)
 
     def _rows(self, arrays: Sequence[pa.Array]) -> pa.RecordBatch:
         """The columns of the table, of the values of ``columns``. Raises as ``records``."""
         rows = pa.RecordBatch.from_arrays(arrays, names=[item.column.name for item in self.columns])
         if self.function is not None:
-            rows = self._checked_rows(changed(self.function, rows), rows)
+            types = {item.name: pa.string() if item.as_json else item.type for item in self.spec.columns}
+            # Records are shared out, and folded, in the order of their keys before the function.
+            keys = self.spec.key if self.spec.mode == "upsert" else ()
+            rows = changed(self.function, rows, types, keys)
         for name in self.spec.key:
             if rows.column(name).null_count:
                 raise TargetRefused(f"the key column {name} is null")
@@ -148,27 +156,8 @@ class Layout:
         deletes = _deletes(batch)
         rows = self._rows([_target_values(batch.column(number), item) for number, item in enumerate(self.columns)])
         op = pc.if_else(deletes, DELETE, UPSERT)
-        marks = [op, pa.nulls(len(rows), pa.string()), batch.column(OFFSET)]
+        marks = [op, pa.nulls(len(rows), pa.string()), self._versions(batch)]
         return pa.RecordBatch.from_arrays([*rows.columns, *marks], names=[*rows.schema.names, OP, SET, OFFSET])
-
-    def _checked_rows(self, rows: pa.RecordBatch, source_rows: pa.RecordBatch) -> pa.RecordBatch:
-        """The rows of the user's function, which must have the columns that it gave for no rows, and the keys that it got."""
-        for column in self.spec.columns:
-            expected_type = pa.string() if column.as_json else column.type
-            kind = rows.schema.field(column.name).type if column.name in rows.schema.names else None
-            if kind != expected_type:
-                raise SinkError(
-                    f"before: function {self.function} returns column {column.name} as {kind or 'nothing'}, and of an empty"
-                    f" batch as {expected_type}. Let it return the same columns and types for every batch."
-                )
-        # Records are shared out, and folded, in the order of their keys before the function.
-        for name in self.spec.key if self.spec.mode == "upsert" else ():
-            if not rows.column(name).equals(source_rows.column(name)):
-                raise SinkError(
-                    f"before: function {self.function} changes the key column {name}. Let it keep the key columns, and change"
-                    " the key with before: {set: ...}."
-                )
-        return rows
 
     def _is_set(self, batch: pa.RecordBatch, rows: pa.RecordBatch) -> Mask:
         """By row and by column outside the key: whether the record has the column.

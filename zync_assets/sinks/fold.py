@@ -11,8 +11,9 @@ The column SET has a digit for each column, in their order. ``1``: the change se
 if the row is there already. ``3``: the change sets the column if the row is new, to the field's default. ``0``: the column
 stays. SET is null if the change sets all columns, but never of an update. A column with an update's value has no default.
 
-The column OFFSET has the offset of the key's last record. The column CREATION has the offset of the first record after the last
-delete that makes the row if it is not there; null if no record does.
+The column OFFSET has the version of the key's last record. The column CREATION has the version of the first record after the
+last delete that makes the row if it is not there; null if no record does. A version is the record's offset, or its place among
+the records of all partitions (``timed_versions``).
 
 ``PartialRecords`` says which records leave out a field that an expression names. ``changed`` applies the user's function to
 rows before their fold.
@@ -39,6 +40,9 @@ from zync_assets.spark.sql import is_placeholder, name_sql, path_sql, text_sql
 OP, SET, OFFSET, CREATION = "zync_op", "zync_set", "zync_offset", "zync_creation"
 UPSERT, REPLACE, DELETE, UPDATE = "u", "r", "d", "e"
 
+PARTITION_BITS = 20
+"""The bits of a partition in a timed version. A topic has fewer partitions than they count."""
+
 Mask = npt.NDArray[np.bool_]
 _OPS = pa.array([UPSERT, REPLACE, DELETE, UPDATE], pa.string())
 
@@ -49,13 +53,13 @@ class Records:
 
     ``rows``: the columns of the table. ``is_delete``: by row. ``is_set``: by row and by column of ``columns``, whether the
     record has a value for the column, null included. A value of another column is a default (``codecs.fields.Default``).
-    ``offsets``: by row. ``is_update``: by row, whether the record makes no new row; None: none.
+    ``versions``: by row. ``is_update``: by row, whether the record makes no new row; None: none.
     """
 
     rows: pa.RecordBatch
     is_delete: Mask
     is_set: Mask
-    offsets: npt.NDArray[np.int64]
+    versions: pa.Array
     is_update: Mask | None = None
 
     @property
@@ -70,7 +74,8 @@ class Records:
         """The records ``first <= index < end``."""
         rows = self.rows.slice(first, end - first)
         is_update = None if self.is_update is None else self.is_update[first:end]
-        return Records(rows, self.is_delete[first:end], self.is_set[first:end], self.offsets[first:end], is_update)
+        versions = self.versions.slice(first, end - first)
+        return Records(rows, self.is_delete[first:end], self.is_set[first:end], versions, is_update)
 
 
 def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.RecordBatch:
@@ -105,9 +110,9 @@ def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.Re
         arrays.append(records.rows.column(name).take(pa.array(places_of_values, mask=~(has_value | has_default))))
     op = np.where(was_deleted, np.where(is_upsert, 1, 2), np.where(is_upsert, 0, 3))
     is_set = np.column_stack(masks) if masks else np.empty((len(ends), 0), np.int8)
-    offsets = pa.array(records.offsets, pa.int64())
-    creation = offsets.take(pa.array(first_creations, mask=~is_upsert))
-    marks = [_OPS.take(pa.array(op)), set_texts(is_set, op == 3), offsets.take(pa.array(ends)), creation]
+    versions = records.versions
+    creation = versions.take(pa.array(first_creations, mask=~is_upsert))
+    marks = [_OPS.take(pa.array(op)), set_texts(is_set, op == 3), versions.take(pa.array(ends)), creation]
     return pa.RecordBatch.from_arrays([*arrays, *marks], names=[*keys, *columns, OP, SET, OFFSET, CREATION])
 
 
@@ -145,9 +150,20 @@ def _joined_records(first: Records, second: Records) -> Records:
         rows[0] if rows else first.rows,
         np.concatenate([first.is_delete, second.is_delete]),
         np.concatenate([first.is_set, second.is_set]),
-        np.concatenate([first.offsets, second.offsets]),
+        pa.concat_arrays([first.versions, second.versions]),
         np.concatenate([first.updates, second.updates]),
     )
+
+
+def timed_versions(times: pa.Array, partitions: pa.Array, offsets: pa.Array) -> pa.Array:
+    """The places of records among the records of all partitions, as numbers of 128 bits in 16 bytes, the lowest byte first.
+
+    Of two records, the one with the later time has the higher version, and then the one with the higher partition, and offset.
+    A version of a time after 1970 is higher than every offset.
+    """
+    millis = np.maximum(pc.fill_null(times.cast(pa.int64()), 0).to_numpy() // 1000, 0)
+    words = np.column_stack([offsets.to_numpy(), millis << PARTITION_BITS | partitions.to_numpy()]).astype("<u8")
+    return pa.Array.from_buffers(pa.binary(16), len(words), [None, pa.py_buffer(words.tobytes())])
 
 
 def _begins(rows: pa.RecordBatch, keys: Sequence[str]) -> Mask:
@@ -290,9 +306,14 @@ def own_values(rows: pa.RecordBatch, names: Sequence[str], is_set: Mask) -> pa.R
     return rows
 
 
-def changed(function: str, rows: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows after the user's function. SinkError if the function can't be imported, fails, or returns something else;
-    TargetRefused if it fails on the value of a record."""
+def changed(
+    function: str, rows: pa.RecordBatch, types: Mapping[str, pa.DataType] | None = None, keys: Sequence[str] = ()
+) -> pa.RecordBatch:
+    """The rows after the user's function. ``types``: the columns that it gave for no rows; ``keys``: the columns that it keeps.
+
+    SinkError if the function can't be imported, fails, or returns something else; TargetRefused if it fails on the value of a
+    record.
+    """
     module, _, name = function.partition(":")
     try:
         call = getattr(import_module(module), name)
@@ -312,6 +333,19 @@ def changed(function: str, rows: pa.RecordBatch) -> pa.RecordBatch:
         ) from error
     if not isinstance(new_rows, pa.RecordBatch) or new_rows.num_rows != rows.num_rows:
         raise SinkError(f"before: function {function} must return an Arrow batch of as many rows as it gets.")
+    for name, expected_type in (types or {}).items():
+        kind = new_rows.schema.field(name).type if name in new_rows.schema.names else None
+        if kind != expected_type:
+            raise SinkError(
+                f"before: function {function} returns column {name} as {kind or 'nothing'}, and of an empty"
+                f" batch as {expected_type}. Let it return the same columns and types for every batch."
+            )
+    for name in keys:
+        if not new_rows.column(name).equals(rows.column(name)):
+            raise SinkError(
+                f"before: function {function} changes the key column {name}. Let it keep the key columns, and change"
+                " the key with before: {set: ...}."
+            )
     return new_rows
 
 

@@ -9,7 +9,7 @@ Spark's own reader makes rows of the columns, and columns of the rows again, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,9 @@ from zync_assets.codecs.fields import has_lacking
 from zync_assets.codecs.spark_types import arrow_type
 from zync_assets.errors import DataLoss, SchemaError, SinkError
 from zync_assets.lake.log import DataFile
-from zync_assets.lake.parquet_rows import rows_within
+from zync_assets.lake.parquet_rows import field_of, rows_within
 from zync_assets.lake.raw import RawState, raw_files
+from zync_assets.lake.raw_files import time_floors
 from zync_assets.lake.sequence import time_batch
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import HEADERS_COLUMN, StagingState, key_column, later_fields, value_column
@@ -34,6 +35,7 @@ from zync_assets.sinks.columns import (
     NO_VALUE,
     OFFSET,
     PARTITION,
+    TIME,
     Layout,
     SourceColumn,
     make_layout,
@@ -159,13 +161,15 @@ class PlainSource:
     def batches(self, table_layout: Layout) -> Iterator[pa.RecordBatch]:
         """The records with the columns of a source's frame that ``Layout.appended`` needs. Raises UnsentValue."""
         paths = [self._place(item) for item in table_layout.columns]
-        places = [("kafka", "partition"), ("kafka", "offset")]
+        marks = {PARTITION: pa.int32(), OFFSET: pa.int64()}
+        marks |= {TIME: pa.timestamp("us", "UTC")} if table_layout.spec.is_timed else {}
+        places = [("kafka", name.removeprefix("zync_")) for name in marks]
         value = self.sides.get("value", "")
         # Without a field of the value, the whole value tells whether it is null.
         sides = [(value,)] if self.has_deletes and value and all(path[0] != value for path in paths) else []
-        names = [*(f"c{number}" for number in range(len(paths))), PARTITION, OFFSET, IS_DELETE]
+        names = [*(f"c{number}" for number in range(len(paths))), *marks, IS_DELETE]
         column_types = [pa.int64() if item.units else item.column.type for item in table_layout.columns]
-        kinds = [*column_types, pa.int32(), pa.int64()]
+        kinds = [*column_types, *marks.values()]
         for batch in rows_within(self.uri, self.files, self.ranges, [*places, *paths, *sides]):
             arrays = [field_of(batch, path, kind) for path, kind in zip([*paths, *places], kinds, strict=True)]
             for item, values in zip(table_layout.columns, arrays, strict=False):
@@ -185,21 +189,6 @@ class PlainSource:
         return (self.sides.get(side, side), *names)
 
 
-def field_of(batch: pa.RecordBatch, path: Sequence[str], kind: pa.DataType) -> pa.Array:
-    """A field of a batch's records with a type that holds its values; nulls, if the batch lacks the field."""
-    column_name, *field_names = path
-    if column_name not in batch.schema.names:
-        return pa.nulls(batch.num_rows, kind)
-    values = batch.column(column_name)
-    for name in field_names:
-        at = values.type.get_field_index(name)
-        if at < 0:
-            return pa.nulls(batch.num_rows, kind)
-        values = pc.struct_field(values, [at])
-    # An integer may be in a column of a file from before the column became a double: such a double is the nearest one.
-    return values if values.type == kind else values.cast(kind, safe=not pa.types.is_floating(kind))
-
-
 def plain_source(plan: SinkPlan, table_layout: Layout) -> PlainSource | None:
     """The source of a batch that a task reads without Spark SQL; None if SQL makes a column, or chooses records.
 
@@ -217,6 +206,9 @@ def plain_source(plan: SinkPlan, table_layout: Layout) -> PlainSource | None:
             for item in table_layout.columns
         )
     )
+    if table_layout.spec.is_timed and isinstance(state, RawState):
+        # Files of older versions lack times of the files before them.
+        is_plain = is_plain and not time_floors(raw_files(state), state.retention_time)
     has_deletes = sink.mode == "upsert"
     if state is None or not is_plain or (has_deletes and (staged or table_layout.delete_sql != NO_VALUE)):
         return None
@@ -365,7 +357,9 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
     about = comment, schemas, plan.pipeline.unavailable_value, types, later_fields(schema, names["value"])
     table_layout = make_layout(sink, table, target, sides, *about)
     _check_names(plan, target, table_layout)
-    return table_layout
+    # New partitions move keys, and then the offsets of a key's records may fall. A staged key stays in its partition.
+    is_timed = target.has_versions and sink.mode == "upsert" and not table.staged and len(plan.ends) > 1
+    return replace(table_layout, spec=replace(table_layout.spec, is_timed=is_timed))
 
 
 def _whole_layout(sink: Sink, table: SinkTable, columns: Mapping[str, pa.DataType], comment: str) -> Layout:

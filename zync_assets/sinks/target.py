@@ -112,13 +112,15 @@ class Column:
 @dataclass(frozen=True)
 class TableSpec:
     """The definition of a table for its source. ``name``: as the pipeline file has it, ``schema.table`` or ``table``; ``key``:
-    the names of the key columns, which come first; ``mode``: as in the pipeline file."""
+    the names of the key columns, which come first; ``mode``: as in the pipeline file; ``is_timed``: whether versions of rows are
+    ``fold.timed_versions``, not offsets."""
 
     name: str
     columns: tuple[Column, ...]
     key: tuple[str, ...]
     mode: SinkMode
     comment: str = ""
+    is_timed: bool = False
 
     @property
     def others(self) -> tuple[Column, ...]:
@@ -213,6 +215,9 @@ class Target(ABC):
 
     ignores_case = False
     """Whether two names of columns that differ in case alone are one name."""
+
+    has_versions = False
+    """Whether a table keeps a version of each row, and the row with the highest one counts, whichever comes last."""
 
     whole_records = False
     """Whether the target takes records as the source has them: the columns ``kafka``, ``key`` and ``value``, in the order of
@@ -429,12 +434,8 @@ def _host() -> str:
 
 
 CLASSES: Mapping[str, str] = {
-    "sqlite": "zync_assets.sinks.sqlite:SqliteTarget",
-    "postgres": "zync_assets.sinks.postgres:PostgresTarget",
-    "clickhouse": "zync_assets.sinks.clickhouse:ClickhouseTarget",
-    "files": "zync_assets.sinks.files:FilesTarget",
-    "mysql": "zync_assets.sinks.mysql:MysqlTarget",
-    "databend": "zync_assets.sinks.databend:DatabendTarget",
+    kind: f"zync_assets.sinks.{kind}:{kind.title()}Target"
+    for kind in ("sqlite", "postgres", "clickhouse", "files", "mysql", "databend")
 }
 """Type of a sink → its class."""
 

@@ -188,7 +188,7 @@ def records(table: TableSpec, batch: Sequence[Change], offset: int) -> Records:
     rows = pa.RecordBatch.from_arrays(columns, names=[column.name for column in table.columns])
     offsets = np.array([offset + at for at, _ in ordered], np.int64)
     is_update = np.array([isinstance(fields, Update) for _, (_, fields) in ordered], np.bool_)
-    return Records(rows, is_delete, is_set.reshape(-1, len(others)), offsets, is_update)
+    return Records(rows, is_delete, is_set.reshape(-1, len(others)), pa.array(offsets), is_update)
 
 
 def load(target: Target, table: TableSpec, run: str, batch: Sequence[Change], offset: int) -> list[LoadTable]:

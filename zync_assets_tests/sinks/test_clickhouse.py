@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import clickhouse_connect
-import numpy as np
 import pyarrow as pa
 import pytest
+from confluent_kafka.admin import AdminClient, NewPartitions
 
 from zync_assets.checks.state_checks import rows_match
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnavailable
 from zync_assets.local.services import Services
 from zync_assets.sinks.clickhouse import ClickhouseTarget
 from zync_assets.sinks.fold import fold
-from zync_assets.sinks.steps import sink_all
+from zync_assets.sinks.steps import reset_sink, sink_all
 from zync_assets.sinks.target import BadRecord, Column, Merge, TableSpec, load_names
 from zync_assets_tests.mini import mini
 from zync_assets_tests.sinks.conformance import (
@@ -160,7 +160,7 @@ def test_a_killed_batch_may_come_again_with_fewer_or_more_records(
         """Commit a part of each history. The keys have two partitions, whose offsets differ."""
         batch = [one(key, fields) for key, history in histories for fields in history[first:end]]
         offsets = [key + len(histories) * (at + key % 2) for key, _ in histories for at in range(first, end)]
-        made = replace(records(table, batch, 0), offsets=np.array(offsets, np.int64))
+        made = replace(records(table, batch, 0), versions=pa.array(offsets, pa.int64()))
         with it.run(PLACE) as name:
             load = it.load(table, f"{name}0", iter([fold(made, table.key, ["a", "b"])]))
             expected = {partition: first * len(histories) or None for partition in (0, 1)}
@@ -463,6 +463,65 @@ def test_records_are_appended_unless_a_value_was_not_sent(
         assert query(house, "SELECT v, w FROM rows FINAL") == [row]
     sink = it.pipeline.sinks[0]
     assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
+
+
+def test_the_latest_record_of_a_key_wins_after_new_partitions_moved_the_key(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """The key is in partitions where its offsets are lower than before. Its table was made for one partition."""
+    house = tmp_path / "house"
+    it = mini(services, spark, tmp_path, unique, FLATTENED.replace("FOLDER", str(house)))
+    sink, time, key = it.pipeline.sinks[0], 1_700_000_000_000, b'{"id": 1}'
+
+    def moved(partition: int, *values: str | None) -> None:
+        nonlocal time
+        records = [(key, None if v is None else {"id": 1, "v": v, "w": "w"}) for v in values]
+        it.send(it.left, *records, partition=partition, times=range(time, time := time + len(records)))
+
+    def write() -> list[Any]:
+        it.ingest()
+        list(sink_all(it.pipeline, lambda: spark))
+        assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
+        return query(house, "SELECT v, w FROM rows FINAL")
+
+    moved(0, "a", "b", "c", "d")
+    assert write() == [("d", "w")]
+    admin = AdminClient(dict(it.pipeline.kafka))
+    [future] = admin.create_partitions([NewPartitions(it.left, 3)]).values()
+    future.result(10)
+    moved(2, "e", "f")
+    assert write() == [("f", "w")]
+    # In one batch, a record of each partition.
+    for partition, text in ((0, "g"), (2, "h"), (1, "i")):
+        moved(partition, text)
+    assert write() == [("i", "w")]
+    # By way of load tables: a value that was not sent is that of the row before.
+    moved(2, "j")
+    it.ingest()
+    moved(0, "__debezium_unavailable_value")
+    assert write() == [("j", "w")]
+    moved(1, None)
+    assert write() == []
+    moved(1, "k")
+    moved(0, "l", "__debezium_unavailable_value")
+    assert write() == [("l", "w")]
+    # Loaded again from the start, in a table with these versions from the first row on.
+    reset_sink(it.pipeline, lambda: spark, sink.name, "rows")
+    assert write() == [("l", "w")]
+    query(house, "DROP TABLE rows")
+    reset_sink(it.pipeline, lambda: spark, sink.name, "rows")
+    assert write() == [("l", "w")]
+    # Another source of the table may have one partition, and offsets as versions.
+    columns = (Column("id", pa.int64()), Column("v", pa.string()), Column("w", pa.string()))
+    other = TableSpec("rows", columns, ("id",), "upsert")
+    ours = target(house)
+    assert ours.appends(other, whole=True)
+    for number, (offset, text) in enumerate(((5, "x"), (4, "y"))):
+        row = {"id": [2], "v": [text], "w": [None], "zync_op": ["u"], "zync_offset": [offset]}
+        batch = pa.RecordBatch.from_pydict(row)
+        batch = batch.set_column(2, "w", pa.array([None], pa.string()))
+        ours.append(Merge(PLACE, other, ORIGIN, {0: number or None}, {0: number + 1}), iter([batch]))
+    assert query(house, "SELECT v FROM rows FINAL WHERE id = 2") == [("x",)]
 
 
 def test_an_outage_names_the_server_and_the_first_cause_and_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,19 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zync_assets.sinks.fold import DELETE, OFFSET, OP, REPLACE, SET, UPDATE, UPSERT, PartialRecords, Records, fold_all
+from zync_assets.sinks.fold import (
+    DELETE,
+    OFFSET,
+    OP,
+    REPLACE,
+    SET,
+    UPDATE,
+    UPSERT,
+    PartialRecords,
+    Records,
+    fold_all,
+    timed_versions,
+)
 from zync_assets_tests.sinks.conformance import Update
 
 COLUMNS = ("a", "b", "c")
@@ -67,7 +79,7 @@ def records(changes: list[Change], first: int) -> Records:
         pa.RecordBatch.from_pylist(rows, schema=TYPES),
         np.array([fields is None for _, fields in changes], np.bool_),
         np.array([[name in (fields or {}) for name in COLUMNS] for _, fields in changes], np.bool_).reshape(-1, 3),
-        np.arange(first, first + len(changes)),
+        pa.array(range(first, first + len(changes)), pa.int64()),
         np.array([isinstance(fields, Update) for _, fields in changes], np.bool_),
     )
 
@@ -103,3 +115,15 @@ def test_a_field_of_a_staged_topic_has_a_default_if_it_came_with_its_source() ->
     assert default(early) == (f"schema IN ('early', 'status') OR {left_out}", ["eu"])
     assert default(early, fills=False) is None
     assert PartialRecords("value", kind, early, False, None, True, {}).default(kind.field("region")) is None
+
+
+PLACES = st.tuples(st.none() | st.integers(0, 10**13), st.integers(0, 2**20 - 1), st.integers(0, 2**62))
+
+
+@given(st.lists(PLACES, min_size=1))
+def test_timed_versions_have_the_order_of_time_partition_and_offset(places: list[tuple[int | None, int, int]]) -> None:
+    millis, partitions, offsets = (list(column) for column in zip(*places, strict=True))
+    times = pa.array(millis, pa.int64()).cast(pa.timestamp("ms", "UTC")).cast(pa.timestamp("us", "UTC"))
+    made = timed_versions(times, pa.array(partitions, pa.int32()), pa.array(offsets, pa.int64()))
+    versions = [int.from_bytes(version.as_py(), "little") for version in made]
+    assert versions == [(time or 0) << 84 | partition << 64 | offset for time, partition, offset in places]
