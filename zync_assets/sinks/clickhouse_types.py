@@ -224,7 +224,7 @@ def merged_rows(rows: sa.Table, table: sa.Table, spec: TableSpec) -> sa.Select[A
     values: list[sa.ColumnElement[Any]] = []
     for at, item in enumerate(spec.others):
         mark = sa.func.substring(shape, at + 1, 1)
-        is_set = sa.or_(mark == "1", sa.and_(mark == "2", was_there), sa.and_(mark == "3", sa.not_(was_there)))
+        is_set = sa.or_(mark == "1", sa.and_(mark == "2", was_there), sa.and_(mark == "3", sa.not_(is_there)))
         values.append(sa.case((is_set, cast_column(rows, table, item.name)), else_=present_rows.c[item.name]))
     query = sa.select(*keys, *values, rows.c[OFFSET], sa.literal(0)).select_from(
         rows.outerjoin(present_rows, is_same_key)
