@@ -199,7 +199,8 @@ def _default_text(node: Node, value: Any) -> str | None:
     if not isinstance(value, (int, float)) or node.kind not in ("int", "long", "float", "double"):
         return None
     if (kind := _MOMENT_TYPES.get(node.logical)) is None:
-        return repr(value)
+        # A column that becomes double has a float's exact value.
+        return repr(pa.scalar(value, pa.float32()).as_py() if node.kind == "float" else value)
     try:
         return pa.scalar(int(value), kind).cast(pa.string()).as_py()
     except (OverflowError, pa.ArrowException):
