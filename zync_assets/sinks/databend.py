@@ -34,7 +34,7 @@ from sqlalchemy.engine import Connection, Engine
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetRefused, TargetUnavailable
 from zync_assets.sinks.databend_engine import BUSY, EngineSession, ServerSession
 from zync_assets.sinks.databend_engine import Connection as DatabendConnection
-from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPDATE
+from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPDATE, inserted_names
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import BOOK, POSITIONS, SqlType, check_load, holds, place_values, wider
 from zync_assets.sinks.target import (
@@ -291,6 +291,7 @@ class DatabendTarget(SqlTarget):
             statement.when_matched_then_delete()
             connection.execute(statement)
         other_names = [column.name for column in spec.others]
+        blanks = [item.name for item in spec.others if item.default is not None and table.c[item.name].nullable]
         shapes: set[tuple[str | None, bool]] = {(None, False)}
         if load.partial:
             partial = sa.select(rows.c[SET], rows.c[OP]).where(rows.c[SET].is_not(None), rows.c[OP] != DELETE)
@@ -299,9 +300,8 @@ class DatabendTarget(SqlTarget):
             # A record that leaves columns out is written by the columns that it has. A new row gets the others' defaults.
             marks = dict(zip(other_names, shape or "1" * len(other_names), strict=True))
             set_names = [name for name, mark in marks.items() if mark in "12"]
-            insert_names = None if is_update else [name for name, mark in marks.items() if mark in "13"]
-            source_names = [name for name, mark in marks.items() if mark != "0"]
-            query = sa.select(*(_converted_column(rows, table, name) for name in (*spec.key, *source_names)))
+            insert_names = None if is_update else inserted_names(other_names, "".join(marks.values()), blanks)
+            query = sa.select(*(_converted_column(rows, table, name) for name in (*spec.key, *other_names)))
             of_shape = rows.c[SET].is_(None) if shape is None else rows.c[SET] == shape
             of_op = rows.c[OP] == UPDATE if is_update else rows.c[OP].not_in([UPDATE, DELETE])
             query = query.where(of_op, of_shape)

@@ -21,7 +21,7 @@ rows before their fold.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -127,6 +127,14 @@ def set_texts(marks: npt.NDArray[np.int8], is_update: Mask) -> pa.Array:
     elif partial.any():
         texts[partial] = ""
     return pa.array(texts, pa.string())
+
+
+def inserted_names(names: Sequence[str], shape: str, blanks: Collection[str]) -> list[str]:
+    """The columns that a new row sets. ``names``, ``shape``: the columns outside the key, and their SET; ``blanks``: the columns
+    that are null without a value. Their DEFAULT is for rows from before the column, and not for a value that was not sent.
+    """
+    marks = zip(names, shape, strict=True)
+    return [name for name, mark in marks if mark in "13" or (mark == "0" and name in blanks)]
 
 
 def fold_all(parts: Iterable[Records], keys: Sequence[str], columns: Sequence[str]) -> Iterator[pa.RecordBatch]:

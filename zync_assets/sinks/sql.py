@@ -22,7 +22,7 @@ from sqlalchemy.engine import Connection, Engine
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnavailable
 from zync_assets.pipeline import Evolve
-from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPDATE, UPSERT
+from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPDATE, UPSERT, inserted_names
 from zync_assets.sinks.sql_types import (
     BOOK,
     POSITIONS,
@@ -308,8 +308,6 @@ class SqlTarget(Target):
         text = " ".join(self.error_text(error).split())
         return kind(f"the target says: {text}" if kind is SinkError else text)
 
-    # ---- tables
-
     def _reflect_table(self, connection: Connection, spec: TableSpec) -> sa.Table:
         """The present table. TableUnfit if the table no longer exists."""
         try:
@@ -440,11 +438,13 @@ class SqlTarget(Target):
             connection.execute(sa.update(table).where(is_change).values(values))
             is_new = ~sa.exists(sa.select(sa.literal(1)).select_from(table).where(is_same_key).correlate(rows))
             is_insert = sa.and_(is_partial, rows.c[OP].in_([UPSERT, REPLACE]), is_new)
+            blanks = [item.name for item in spec.others if item.default is not None and table.c[item.name].nullable]
             for (shape,) in connection.execute(sa.select(rows.c[SET]).where(is_insert).distinct()).all():
-                set_names = [*spec.key, *(name for name, mark in zip(other_names, shape, strict=True) if mark in "13")]
+                set_names = [*spec.key, *inserted_names(other_names, shape, blanks)]
                 query = sa.select(*(rows.c[name] for name in set_names)).where(rows.c[SET] == shape, is_insert)
                 connection.execute(sa.insert(table).from_select(set_names, query))
-        row_columns = [rows.c[name] for name in (*spec.key, *other_names)]
-        complete_rows = sa.select(*row_columns).where(rows.c[OP] != DELETE, ~is_partial)
-        for statement in self.upserts(table, complete_rows, spec.key, other_names):
+        whole_rows = sa.select(*(rows.c[name] for name in (*spec.key, *other_names))).where(
+            rows.c[OP] != DELETE, ~is_partial
+        )
+        for statement in self.upserts(table, whole_rows, spec.key, other_names):
             connection.execute(statement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -34,3 +35,19 @@ def text(key: str, value: str) -> Change:
 
 def one(number: int, fields: dict[str, Any] | None) -> Change:
     return (number, ""), fields
+
+
+def assert_defaults_of_older_rows_alone(target: Target) -> None:
+    """A new column has its default in the rows that are there. A row of a later record without the column has a null."""
+    table = spec(id=pa.int64(), v=pa.string())
+    target.prepare(table, create=True, evolve="add")
+    apply(target, table, [one(1, {"v": "a"})])
+    table = replace(table, columns=(*table.columns, Column("w", pa.string(), default=pa.scalar("default"))))
+    target.prepare(table, create=True, evolve="add")
+    apply(target, table, [one(2, {"v": "b"}), one(3, {"v": "c", "w": "own"})])
+    rows = [row for batch in target.rows(table) for row in batch.to_pylist()]
+    assert sorted(rows, key=lambda row: row["id"]) == [
+        {"id": 1, "v": "a", "w": "default"},
+        {"id": 2, "v": "b", "w": None},
+        {"id": 3, "v": "c", "w": "own"},
+    ]

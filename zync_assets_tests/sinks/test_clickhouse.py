@@ -24,6 +24,7 @@ from zync_assets.sinks.fold import fold
 from zync_assets.sinks.steps import reset_sink, sink_all
 from zync_assets.sinks.target import BadRecord, Column, Merge, TableSpec, load_names
 from zync_assets_tests.mini import mini
+from zync_assets_tests.sinks.batches import assert_defaults_of_older_rows_alone
 from zync_assets_tests.sinks.conformance import (
     LATER,
     ORIGIN,
@@ -532,3 +533,7 @@ def test_an_outage_names_the_server_and_the_first_cause_and_logs_nothing(caplog:
         ClickhouseTarget("clickhouse://me:secret@127.0.0.1:1/shop").progress(PLACE)
     assert str(error.value) == "127.0.0.1:1 does not answer: Connection refused"
     assert caplog.records == []
+
+
+def test_the_default_of_a_new_column_is_for_older_rows_alone(folder: Path) -> None:
+    assert_defaults_of_older_rows_alone(target(folder))

@@ -19,7 +19,7 @@ from zync_assets.local.services import Services
 from zync_assets.sinks.databend import DatabendTarget
 from zync_assets.sinks.databend_engine import EngineSession
 from zync_assets.sinks.target import Column
-from zync_assets_tests.sinks.batches import apply, one, spec
+from zync_assets_tests.sinks.batches import apply, assert_defaults_of_older_rows_alone, one, spec
 from zync_assets_tests.sinks.conformance import PLACE, assert_conforms, assert_refuses
 from zync_assets_tests.sinks.story import play
 
@@ -153,3 +153,8 @@ def test_a_commit_fails_if_another_one_has_changed_a_pinned_table(tmp_path: Path
         [sys.executable, "-c", RIVALS], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
     )
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
+def test_the_default_of_a_new_column_is_for_older_rows_alone(tmp_path: Path) -> None:
+    assert_defaults_of_older_rows_alone(target(tmp_path))

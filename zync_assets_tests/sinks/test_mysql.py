@@ -27,7 +27,7 @@ from zync_assets.errors import SinkError, TableUnfit, TargetRefused, TargetUnava
 from zync_assets.sinks.mysql import MysqlTarget
 from zync_assets.sinks.target import Column, Merge, TableSpec
 from zync_assets_tests.network.certificates import Authority
-from zync_assets_tests.sinks.batches import apply, one, spec, text
+from zync_assets_tests.sinks.batches import apply, assert_defaults_of_older_rows_alone, one, spec, text
 from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, assert_conforms, assert_refuses
 
 pytestmark = [
@@ -534,3 +534,7 @@ def test_a_server_that_says_nothing_is_an_outage_and_a_long_statement_is_none(
     url = f"{server.url(database)}?program_name=zync"
     with MysqlTarget(url).connection() as connection:
         assert connection.exec_driver_sql("SELECT SLEEP(2)").scalar() == 0
+
+
+def test_the_default_of_a_new_column_is_for_older_rows_alone(server: Server, database: str) -> None:
+    assert_defaults_of_older_rows_alone(MysqlTarget(server.url(database)))

@@ -44,7 +44,7 @@ from zync_assets.sinks.target import Column, Merge, TableSpec
 from zync_assets_tests.connect import Postgres, postgres
 from zync_assets_tests.mini import mini
 from zync_assets_tests.network.certificates import Authority
-from zync_assets_tests.sinks.batches import apply, one, spec, text
+from zync_assets_tests.sinks.batches import apply, assert_defaults_of_older_rows_alone, one, spec, text
 from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, Change, assert_conforms
 
 if TYPE_CHECKING:
@@ -816,3 +816,7 @@ def test_a_wrong_password_or_database_is_no_outage(server: Postgres, database: s
     with pytest.raises(SinkError, match=r"does not exist.* Correct the url, or create it") as error:
         target.progress(PLACE)
     assert not isinstance(error.value, TargetUnavailable)
+
+
+def test_the_default_of_a_new_column_is_for_older_rows_alone(server: Postgres, database: str) -> None:
+    assert_defaults_of_older_rows_alone(PostgresTarget(url(server, database)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import subprocess
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from sqlalchemy import exc
 from zync_assets.errors import SinkError, TableUnfit
 from zync_assets.sinks.sqlite import SqliteTarget
 from zync_assets.sinks.target import Column, TableSpec
-from zync_assets_tests.sinks.batches import apply, one, text
+from zync_assets_tests.sinks.batches import apply, assert_defaults_of_older_rows_alone, one, text
 from zync_assets_tests.sinks.conformance import assert_conforms, assert_refuses
 
 
@@ -145,3 +146,16 @@ def test_a_full_disk_is_named_with_the_cure(tmp_path: Path) -> None:
 def test_what_a_killed_run_left_is_found_beside_any_file(tmp_path: Path) -> None:
     (tmp_path / "rows[1].db-zync_load_0").touch()
     assert SqliteTarget(f"sqlite:///{tmp_path / 'rows[1].db'}").tables() == ["zync_load_0"]
+
+
+def test_the_default_of_a_new_column_is_for_older_rows_alone(tmp_path: Path) -> None:
+    assert_defaults_of_older_rows_alone(SqliteTarget(f"sqlite:///{tmp_path / 'shop.db'}"))
+    # The user's own column takes no null.
+    it = SqliteTarget(f"sqlite:///{tmp_path / 'own.db'}")
+    with sqlite3.connect(tmp_path / "own.db") as connection:
+        connection.execute("CREATE TABLE rows (id BIGINT PRIMARY KEY, v TEXT, w TEXT NOT NULL DEFAULT 'mine')")
+        table = spec(id=pa.int64(), v=pa.string())
+        table = replace(table, columns=(*table.columns, Column("w", pa.string(), default=pa.scalar("default"))))
+        it.prepare(table, create=False, evolve="none")
+        apply(it, table, [one(1, {"v": "a"})])
+        assert connection.execute("SELECT * FROM rows").fetchall() == [(1, "a", "mine")]
