@@ -223,7 +223,7 @@ class Writer:
 
 def with_lacking(type: pa.DataType, writers: Mapping[int, Writer]) -> pa.DataType:
     """A column's type where each field of a struct notes the writers' schemas that lack the field, and its default.
-    ``writers``: registry id → schema, in the order in which the schemas came. Notes about other schemas stay.
+    ``writers``: registry id → schema, in the order in which the schemas were made. Notes about other schemas stay.
     """
     if not pa.types.is_struct(type):
         return type

@@ -977,6 +977,30 @@ sinks:
 """
 
 
+def test_the_first_default_counts_in_whatever_order_partitions_have_the_schemas(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, LATE_COLUMN.replace(", columns: {include: [v]}", ""), partitions=2)
+    registry = Registry(RegistryConfig(services.registry_url))
+
+    def record(key: int, default: str = "") -> tuple[bytes, bytes]:
+        region = {"name": "region", "type": ["string", "null"], "default": default}
+        schema = {
+            "type": "record",
+            "name": "Row",
+            "fields": [{"name": "id", "type": "int"}, *([region] if default else [])],
+        }
+        number = registry.register(f"{unique}-value", json.dumps(schema))
+        return f'{{"id": {key}}}'.encode(), framed(number, schema, {"id": key, "region": "own"})
+
+    first, second, third, fourth = record(1), record(2, "us"), record(3), record(4, "eu")
+    it.send(it.left, third, second, partition=1)
+    it.send(it.left, fourth, first)
+    it.ingest(it.left)
+    write(it)
+    assert rows(it) == [(1, "us"), (2, "own"), (3, "us"), (4, "own")]
+
+
 def test_a_default_is_given_to_no_record_of_a_later_schema(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
