@@ -363,7 +363,7 @@ def grids(names: Names, facts: Facts) -> Iterator[Grid]:
 
 def keys_of_run(step: DueStep, definition_keys: Sequence[str]) -> list[str]:
     """The keys of one run: those that lie together in Dagster's order and hold most of what waits; none where Dagster
-    knows none of the keys yet."""
+    knows none of the keys yet. A range goes with the range before it, if that is due too: a run can't begin ahead."""
 
     def waiting_offsets(keys: Sequence[str]) -> int:
         ranges = on_grid(keys)
@@ -374,4 +374,18 @@ def keys_of_run(step: DueStep, definition_keys: Sequence[str]) -> list[str]:
             if key.partition == part.partition and key.first < part.end and part.first < key.end
         )
 
-    return max(clusters(definition_keys, step.keys), key=waiting_offsets, default=[])
+    keys = set(step.keys)
+    while True:
+        parts = clusters(definition_keys, keys)
+        ahead = {key for part in parts for key in _ahead(on_grid(part), step.keys)}
+        if not ahead:
+            return max(parts, key=waiting_offsets, default=[])
+        keys -= ahead
+
+
+def _ahead(keys: Collection[OffsetRange], due_keys: Collection[OffsetRange]) -> Iterator[OffsetRange]:
+    """The keys of a run whose range before is due, and not of the run."""
+    for before in set(due_keys).difference(keys):
+        after = key_of(before.partition, before.end)
+        if after in keys:
+            yield after

@@ -33,7 +33,7 @@ from dagster._core.storage.tags import GRPC_INFO_TAG
 from zync_assets import pipeline_file
 from zync_assets.assets import facts, runs, sensor
 from zync_assets.assets.build import build_definitions
-from zync_assets.assets.facts import TickFailure
+from zync_assets.assets.facts import DueStep, TickFailure, keys_of_run
 from zync_assets.assets.names import AWAITS_TAG, PIPELINE_TAG, Names
 from zync_assets.cli.main import main
 from zync_assets.ingest import commit
@@ -41,6 +41,7 @@ from zync_assets.ingest import plan as ingest_plan
 from zync_assets.kafka.topics import PartitionState, create_topic, delete_topic, topic_states
 from zync_assets.lake import raw, storage
 from zync_assets.local.services import Services
+from zync_assets.offsets import OffsetRange, keys_over
 from zync_assets.runner import etl_all
 from zync_assets.spark.session import spark_session
 from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments
@@ -114,6 +115,22 @@ def settled(rig: Rig, ticks: Ticks) -> None:
             return
         ticks.run(result)
     raise AssertionError("the sensor does not come to rest")
+
+
+def test_a_run_does_not_begin_ahead_of_what_is_due() -> None:
+    """Dagster keeps keys in the order in which they came. A run takes keys that lie together: the most, but for those ahead."""
+    known = ["0:0-999999", "1:0-999999", "2:0-999999", "0:1000000-1999999", "0:2000000-2999999", "2:1000000-1999999"]
+
+    def keys(*partitions: OffsetRange) -> list[str]:
+        due_keys = tuple(keys_over(partitions))
+        step = DueStep("job", frozenset(), "definition", due_keys, partitions, ())
+        return keys_of_run(step, known)
+
+    million = 1_000_000
+    assert keys(OffsetRange(0, 900_000, 3 * million), OffsetRange(2, 500_000, 2 * million)) == ["2:0-999999"]
+    assert keys(OffsetRange(0, 900_000, 3 * million)) == ["0:0-999999"]
+    assert keys(OffsetRange(0, million, 3 * million)) == known[3:5]
+    assert keys(OffsetRange(0, 0, 9), OffsetRange(1, 0, 9), OffsetRange(2, 0, 2 * million)) == known[:3]
 
 
 def test_the_sensor_alone_takes_records_all_the_way_and_then_rests(rig: Rig, ticks: Ticks) -> None:
