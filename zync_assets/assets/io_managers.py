@@ -32,7 +32,7 @@ from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, RawSlice, plan_et
 from zync_assets.ingest.commit import RawCommit
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, RawBatch, plan_ingest, read_input
 from zync_assets.ingest.source import TopicSource
-from zync_assets.kafka.topics import topic_state
+from zync_assets.kafka.topics import TopicState, topic_state
 from zync_assets.lake import raw, staging, storage
 from zync_assets.lake.raw import RawState, raw_files
 from zync_assets.lake.snapshot import Snapshot
@@ -222,7 +222,18 @@ def plan_ranges(pipeline: Pipeline, topic: str, keys: Sequence[OffsetRange]) -> 
                 f"{pool_path(pool, topic)}, range {format_key(key)} lies ahead of the next offset {next_offset} of partition"
                 f" {key.partition}. Run {format_key(key_of(key.partition, next_offset))} first."
             )
-    return plan_ingest(pipeline, topic, within=within, topic_states={topic: plan.topic_state})
+    return _plan_within(pipeline, topic, within, {topic: plan.topic_state})
+
+
+def _plan_within(
+    pipeline: Pipeline, topic: str, within: Sequence[OffsetRange], topic_states: Mapping[str, TopicState]
+) -> IngestPlan:
+    """The plan of the next batch of a run: the earliest new offsets of all partitions, while some within the run's keys are new.
+
+    After new partitions, the records of a key are in several of them. A run of one of them must not have later records alone.
+    """
+    plan = plan_ingest(pipeline, topic, within=within, topic_states=topic_states)
+    return plan if plan.nothing_to_do else plan_ingest(pipeline, topic, topic_states=topic_states)
 
 
 def require_checks(
@@ -323,8 +334,7 @@ class PoolIOManager(IOManager):
                 )
 
     def _ingest(self, context: OutputContext, batch: RawBatch) -> None:
-        """Commit batch by batch up to the ends that the topic had when the run began: one commit has a bound, a run has
-        its keys."""
+        """Commit batch by batch up to the ends that the run's keys had when the run began: one commit has a bound."""
         within = normalize(run_keys(context.asset_partition_keys, context.asset_key.to_user_string()))
         topic_states = {batch.topic: batch.plan.topic_state}
         commits: list[RawCommit] = []
@@ -336,7 +346,7 @@ class PoolIOManager(IOManager):
             if commit is None:
                 break
             commits.append(commit)
-            plan = plan_ingest(self._pipeline, batch.topic, within=within, topic_states=topic_states)
+            plan = _plan_within(self._pipeline, batch.topic, within, topic_states)
             if plan.nothing_to_do:
                 break
             batch = read_input(self._session, self._pipeline, plan)

@@ -44,7 +44,7 @@ from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange, keys_over
 from zync_assets.runner import etl_all
 from zync_assets.spark.session import spark_session
-from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments
+from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, payments, told
 from zync_assets_tests.lake.rows import SCHEMA
 from zync_assets_tests.mini import run_steps
 from zync_assets_tests.odd_topics import until
@@ -131,6 +131,17 @@ def test_a_run_does_not_begin_ahead_of_what_is_due() -> None:
     assert keys(OffsetRange(0, 900_000, 3 * million)) == ["0:0-999999"]
     assert keys(OffsetRange(0, million, 3 * million)) == known[3:5]
     assert keys(OffsetRange(0, 0, 9), OffsetRange(1, 0, 9), OffsetRange(2, 0, 2 * million)) == known[:3]
+
+
+def test_a_run_of_a_new_partition_does_not_have_later_records_alone(rig: Rig) -> None:
+    """New partitions move keys. A target would have the earlier record of a key last."""
+    rig.send(rig.orders, orders(1))
+    rig.send(rig.orders, orders(1), partition=1)
+    key = rig.names.pool_key("Raw", rig.orders)
+    assert told(rig.ingest(rig.orders, "1:0-999999"), key)["1:0-999999"]["rows"] == 1
+    assert rig.instance.get_materialized_partitions(key) == {OPEN, "1:0-999999"}
+    state = raw.open_raw(rig.pipeline.lake, "Raw", rig.orders)
+    assert state is not None and state.next == {0: 1, 1: 1}
 
 
 def test_the_sensor_alone_takes_records_all_the_way_and_then_rests(rig: Rig, ticks: Ticks) -> None:
