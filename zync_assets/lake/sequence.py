@@ -402,7 +402,13 @@ def time_batch(
         return times.load(item.uri, lambda: _times(item), lambda orders: len(orders.offsets))
 
     ends = batch_of(streams, END, records, read).ends
-    ends = ends if most is None else bounded(streams, ends, most, read)
+    if most is not None:
+        least = min(most, sum(stream.next - stream.seen for stream in streams)) // 2
+        # Where times are uneven, the estimate would take a few records again and again.
+        while sum(ends[stream.name] - stream.seen for stream in streams) < least:
+            records *= 2
+            ends = batch_of(streams, END, records, read).ends
+        ends = bounded(streams, ends, most, read)
     return {
         topic: tuple(replace(part, end=end) for part in items if (end := ends[topic, part.partition]) > part.first)
         for topic, items in ranges.items()

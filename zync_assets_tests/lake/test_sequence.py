@@ -227,6 +227,15 @@ def test_a_small_backlog_is_taken_whole_without_a_look_at_its_files(tmp_path: Pa
         time_batch(states, ranges, 1, 1)
 
 
+def test_a_batch_is_not_much_smaller_than_its_bound_where_times_are_uneven(tmp_path: Path) -> None:
+    """Most records of a file are of its last moment."""
+    later = 1_700_000_000_000
+    times = [(offset, later * (offset > 0) + offset) for offset in range(20)]
+    states = append(str(tmp_path), {("a", partition): times for partition in (0, 1)})
+    ranges = {"a": (OffsetRange(0, 0, 20), OffsetRange(1, 0, 20))}
+    assert offset_count(time_batch(states, ranges, 10, 10)["a"]) == 10
+
+
 def test_offsets_without_records_are_taken_whole(tmp_path: Path) -> None:
     """All of them were quarantined, or retention removed them: the range has no file."""
     states = append(str(tmp_path), {("a", 0): [(2, 7)], ("a", 1): [(0, 9), (1, 9)]})
