@@ -340,12 +340,12 @@ def with_lacking_fields(
         return schema
     schema_of = with_digests(Registry(source.registry).schema, state.digests if state else {})
     for side in {writer.side for writer in writers if writer.id is not None} & set(schema.names):
-        # A registry counts its ids up. A batch has the schemas by partition, which says nothing of their time.
-        ids = sorted(
-            writer.id
-            for writer in (*(state.writers if state else ()), *writers)
-            if writer.side == side and writer.id is not None
+        known_ids, new_ids = (
+            [writer.id for writer in side_writers if writer.side == side and writer.id is not None]
+            for side_writers in (state.writers if state else (), writers)
         )
+        # A registry counts its ids up. A batch has the new schemas by partition, which says nothing of their time.
+        ids = [*known_ids, *sorted(new_ids)]
         column = schema.field(side)
         if len(ids) > 1:
             parts = [(number, _writer_of(schema_of, number)) for number in ids]
