@@ -920,6 +920,7 @@ sinks:
 """
 
 
+@pytest.mark.slow
 def test_staged_rows_from_before_a_column_have_its_default(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -1001,6 +1002,7 @@ def test_the_first_default_counts_in_whatever_order_partitions_have_the_schemas(
     assert rows(it) == [(1, "us"), (2, "own"), (3, "us"), (4, "own")]
 
 
+@pytest.mark.slow
 def test_a_default_is_given_to_no_record_of_a_later_schema(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
