@@ -469,6 +469,7 @@ def test_records_are_appended_unless_a_value_was_not_sent(
     assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
 
 
+@pytest.mark.slow
 def test_the_latest_record_of_a_key_wins_after_new_partitions_moved_the_key(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
