@@ -192,7 +192,8 @@ def _default_text(node: Node, value: Any) -> str | None:
     if is_time and (value == 0 or str(value).startswith("1970-01-01T00:00:00")):
         return None
     if isinstance(value, str) and node.kind in ("string", "enum"):
-        return value
+        # No DDL holds the character NUL.
+        return None if "\0" in value else value
     if isinstance(value, str) and node.logical == "decimal" and all(character < "\u0100" for character in value):
         unscaled = int.from_bytes(value.encode("latin-1"), "big", signed=True)
         return f"{Decimal(unscaled).scaleb(-node.scale):f}"

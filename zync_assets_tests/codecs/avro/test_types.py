@@ -198,6 +198,7 @@ def test_ddl_that_makes_no_sense_says_where(ddl: str, message: str) -> None:
         ("double", 0.1, "0.1"),
         ("float", 0.1, "0.10000000149011612"),
         (["string", "null"], "", ""),
+        ("string", "a\0b", None),
         (["null", "string"], None, None),
         ({"type": "enum", "name": "E", "symbols": ["A"]}, "A", "A"),
         ("bytes", "ab", None),
