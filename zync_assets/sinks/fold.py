@@ -223,9 +223,13 @@ class PartialRecords:
         if text is None or not self.fills:
             return None
         if default is not None:
-            return f"kafka.{frames.SCHEMA_IDS[1]} IN ({', '.join(map(str, default.ids))})", pa.array([text]).cast(
-                item.type
-            )
+            condition = f"kafka.{frames.SCHEMA_IDS[1]} IN ({', '.join(map(str, default.ids))})"
+        else:
+            condition = self._lacks_later(item, name)
+        return None if condition is None else (condition, pa.array([text]).cast(item.type))
+
+    def _lacks_later(self, item: pa.Field, name: str) -> str | None:
+        """The condition for a staged record without a field, as SQL; None if the field did not come with its source."""
         named_fields = {print_: fields for print_, fields in self.schemas.items() if fields is not None}
         prints = sorted(print_ for print_, fields in named_fields.items() if name not in fields)
         # An earlier schema lacks only fields that came later. The records of another rule lack other fields, too.
@@ -236,8 +240,7 @@ class PartialRecords:
             for fields in later
         )
         left_out = f"coalesce(array_contains(left_out, {text_sql(path_sql(('value', item.name)))}), false)"
-        condition = f"schema IN ({', '.join(map(text_sql, prints))}) OR {left_out}"
-        return (condition, pa.array([text]).cast(item.type)) if came else None
+        return f"schema IN ({', '.join(map(text_sql, prints))}) OR {left_out}" if came else None
 
     def unset(self, item: pa.Field) -> str | None:
         """Whether a record leaves out a field of its row, as SQL that may be null; None if no record of a raw table does."""
@@ -317,7 +320,8 @@ def own_values(rows: pa.RecordBatch, names: Sequence[str], is_set: Mask) -> pa.R
 def changed(
     function: str, rows: pa.RecordBatch, types: Mapping[str, pa.DataType] | None = None, keys: Sequence[str] = ()
 ) -> pa.RecordBatch:
-    """The rows after the user's function. ``types``: the columns that it gave for no rows; ``keys``: the columns that it keeps.
+    """The rows after the user's function. ``types``: the columns of its result for no rows; ``keys``: the columns that must stay
+    as they are.
 
     SinkError if the function can't be imported, fails, or returns something else; TargetRefused if it fails on the value of a
     record.
