@@ -55,6 +55,11 @@ def rows(it: Mini, sql: str = "SELECT * FROM rows ORDER BY id") -> list[tuple[An
         return connection.execute(sql).fetchall()
 
 
+def keyed(registry: Registry, subject: str, schema: dict[str, Any], key: int, value: Any) -> tuple[bytes, bytes]:
+    """A record with a key in JSON, and a value in Avro by a schema of the registry."""
+    return json.dumps({"id": key}).encode(), framed(registry.register(subject, json.dumps(schema)), schema, value)
+
+
 def write(it: Mini) -> list[int]:
     """Everything that was staged; the numbers of loaded rows."""
     return [made.records for made in sink_all(it.pipeline, lambda: it.spark)]
@@ -816,8 +821,7 @@ def test_a_field_that_the_writer_s_schema_lacks_leaves_its_column(
     def record(key: int, **fields: object) -> tuple[bytes, bytes]:
         kinds = [{"name": name, "type": ["null", "string" if name == "name" else "int"]} for name in ("id", *fields)]
         schema = {"type": "record", "name": "Row", "fields": kinds}
-        number = registry.register(f"{unique}-{'-'.join(fields)}", json.dumps(schema))
-        return f'{{"id": {key}}}'.encode(), framed(number, schema, {"id": key, **fields})
+        return keyed(registry, f"{unique}-{'-'.join(fields)}", schema, key, {"id": key, **fields})
 
     it.send(it.left, record(1, name="tea"), record(1, price=5), record(2, price=7), record(2, name="rum"))
     it.ingest(it.left)
@@ -859,9 +863,8 @@ def test_rows_from_before_a_column_have_its_default(
         row = {"type": "record", "name": "Row", "fields": columns}
         sides = [{"name": "before", "type": ["null", row]}, {"name": "after", "type": ["null", "Row"]}]
         schema = {"type": "record", "name": "Envelope", "fields": [*sides, {"name": "op", "type": "string"}]}
-        number = registry.register(f"{unique}-value", json.dumps(schema))
         after = None if op == "d" else {"id": key, **fields}
-        return f'{{"id": {key}}}'.encode(), framed(number, schema, {"before": None, "after": after, "op": op})
+        return keyed(registry, f"{unique}-value", schema, key, {"before": None, "after": after, "op": op})
 
     old, day = [record(key, v=text) for key, text in enumerate("abcd")], date(2024, 10, 4)
     it.send(it.left, *old)
@@ -932,8 +935,7 @@ def test_staged_rows_from_before_a_column_have_its_default(
         later = [{"name": "region", "type": ["string", "null"], "default": text} for text in defaults]
         columns = [{"name": "id", "type": "long"}, {"name": "v", "type": ["null", "string"]}, *later]
         schema = {"type": "record", "name": "Row", "fields": columns}
-        number = registry.register(f"{unique}-value", json.dumps(schema))
-        return f'{{"id": {key}}}'.encode(), framed(number, schema, {"id": key, **fields})
+        return keyed(registry, f"{unique}-value", schema, key, {"id": key, **fields})
 
     def status(key: int, text: str) -> tuple[str, dict[str, Any]]:
         return json.dumps({"id": key}), {"id": key, "status": text}
@@ -991,8 +993,7 @@ def test_the_first_default_counts_in_whatever_order_partitions_have_the_schemas(
             "name": "Row",
             "fields": [{"name": "id", "type": "int"}, *([region] if default else [])],
         }
-        number = registry.register(f"{unique}-value", json.dumps(schema))
-        return f'{{"id": {key}}}'.encode(), framed(number, schema, {"id": key, "region": "own"})
+        return keyed(registry, f"{unique}-value", schema, key, {"id": key, "region": "own"})
 
     first, second, third, fourth = record(1), record(2, "us"), record(3), record(4, "eu")
     it.send(it.left, third, second, partition=1)
@@ -1018,8 +1019,7 @@ def test_a_default_is_given_to_no_record_of_a_later_schema(
             *([region] if len(fields) > 1 else []),
         ]
         schema = {"type": "record", "name": "Row", "fields": columns}
-        number = registry.register(f"{unique}-value", json.dumps(schema))
-        return f'{{"id": {key}}}'.encode(), framed(number, schema, {"id": key, **fields})
+        return keyed(registry, f"{unique}-value", schema, key, {"id": key, **fields})
 
     it.send(it.left, record(1, v="a"))
     it.ingest(it.left)
