@@ -331,8 +331,8 @@ def schema_changes(
 def with_lacking_fields(
     schema: pa.Schema, source: TopicSource, state: RawState | None, writers: Sequence[WriterSchema]
 ) -> pa.Schema:
-    """A raw table's columns, each field with its default and the writers' schemas that lack it. They change if one of ``writers``
-    is new to the table.
+    """A raw table's columns. Each field notes its default, and the writers' schemas without the field. The notes change if one of
+    ``writers`` is new to the table.
 
     A schema that the registry no longer has is passed over. RegistryError if the registry can't be asked.
     """
