@@ -38,7 +38,7 @@ from zync_assets.sinks.fold import (
     timed_versions,
 )
 from zync_assets.sinks.target import Column, TableSpec, Target, checked_times, in_units, time_of
-from zync_assets.spark.sql import name_sql, text_sql
+from zync_assets.spark.sql import name_sql, text_as_sql
 
 COORDINATES = ("topic", "partition", "offset")
 PARTITION, IS_DELETE, GROUP, LEFT_OUT = "zync_partition", "zync_delete", "zync_schema", "zync_left_out"
@@ -418,7 +418,7 @@ def _with_default(source: SourceColumn, default: tuple[str, pa.Array] | None) ->
         (value,) = _target_values(values, source)
     except TargetRefused:
         return source
-    sql = f"CAST({text_sql(values.cast(pa.string())[0].as_py())} AS {spark_type(values.type).simpleString()})"
+    sql = text_as_sql(values.cast(pa.string())[0].as_py(), spark_type(values.type).simpleString())
     return replace(source, column=replace(source.column, default=value), default=(condition, sql))
 
 

@@ -222,10 +222,7 @@ class PartialRecords:
         text = self.later_fields.get(name) if default is None else default.text
         if text is None or not self.fills:
             return None
-        if default is not None:
-            condition = f"kafka.{frames.SCHEMA_IDS[1]} IN ({', '.join(map(str, default.ids))})"
-        else:
-            condition = self._lacks_later(item, name)
+        condition = self._lacks_later(item, name) if default is None else frames.schema_condition(default.ids)
         return None if condition is None else (condition, pa.array([text]).cast(item.type))
 
     def _lacks_later(self, item: pa.Field, name: str) -> str | None:
@@ -246,8 +243,8 @@ class PartialRecords:
         """Whether a record leaves out a field of its row, as SQL that may be null; None if no record of a raw table does."""
         if not self.is_raw:
             return None
-        column, ids = f"{self.root}.{name_sql(item.name)}", ", ".join(map(str, lacking(item)))
-        conditions = [f"kafka.{frames.SCHEMA_IDS[1]} IN ({ids})"] if ids else []
+        column, ids = f"{self.root}.{name_sql(item.name)}", lacking(item)
+        conditions = [frames.schema_condition(ids)] if ids else []
         if self.placeholder is not None:
             sql = is_placeholder(column, spark_type(item.type), self.placeholder)
             conditions += [] if sql is None else [sql]

@@ -36,6 +36,11 @@ _SPANS = 50_000
 _SPAN_TIMES = pa.schema([("at", pa.int32()), ("low", pa.int64()), ("high", pa.int64()), ("reached", pa.int64())])
 
 
+def schema_condition(ids: Iterable[int]) -> str:
+    """The condition for records whose value has one of the writers' schemas, as SQL. ``ids``: registry ids."""
+    return f"kafka.{SCHEMA_IDS[1]} IN ({', '.join(map(str, ids))})"
+
+
 def parquet_frame(
     spark: SparkSession,
     uri: str,

@@ -60,6 +60,11 @@ def text_sql(text: str) -> str:
     return f"'{literal}'"
 
 
+def text_as_sql(text: str, type_sql: str) -> str:
+    """A value of a type, from its text: ``text_as_sql("7", "int")`` is ``CAST('7' AS int)``."""
+    return f"CAST({text_sql(text)} AS {type_sql})"
+
+
 def int_sql(number: int) -> str:
     """An int. Spark's parser has no literal for the least one: the minus sign is an operator."""
     return str(number) if number > -(2**31) else f"({number + 1} - 1)"

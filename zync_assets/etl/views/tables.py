@@ -50,7 +50,7 @@ from zync_assets.lake.storage import wider_schema
 from zync_assets.pipeline import Input, Pipeline, Rule, Shape, SideFormat, ViewTable
 from zync_assets.queries import view_definition
 from zync_assets.spark import frames
-from zync_assets.spark.sql import edited, name_sql, shape_sql, text_sql
+from zync_assets.spark.sql import edited, name_sql, shape_sql, text_as_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -296,16 +296,15 @@ def _with_defaults(row_sql: str, row: DataType, defaults: Mapping[str, Default])
 
     if not defaults or not isinstance(row, StructType):
         return row_sql
-    column = f"kafka.{frames.SCHEMA_IDS[1]}"
     parts: list[str] = []
     for item in row:
         name, value = name_sql(item.name), f"{row_sql}.{name_sql(item.name)}"
         if (default := defaults.get(item.name)) is not None:
-            default_sql = f"CAST({text_sql(default.text)} AS {type_sql(item.dataType)})"
-            value = f"CASE WHEN {column} IN ({', '.join(map(str, default.ids))}) THEN {default_sql} ELSE {value} END"
+            default_sql = text_as_sql(default.text, type_sql(item.dataType))
+            value = f"CASE WHEN {frames.schema_condition(default.ids)} THEN {default_sql} ELSE {value} END"
         parts.append(f"{value} AS {name}")
     ids = sorted({number for default in defaults.values() for number in default.ids})
-    is_early = f"{column} IN ({', '.join(map(str, ids))}) AND {row_sql} IS NOT NULL"
+    is_early = f"{frames.schema_condition(ids)} AND {row_sql} IS NOT NULL"
     return f"(CASE WHEN {is_early} THEN CAST(struct({', '.join(parts)}) AS {type_sql(row)}) ELSE {row_sql} END)"
 
 
