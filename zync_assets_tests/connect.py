@@ -1,4 +1,4 @@
-"""What stands before and behind zync: PostgreSQL, and a Kafka Connect worker with Debezium's source and JDBC sink.
+"""What stands before and behind zync: PostgreSQL, and a Kafka Connect worker with Debezium's sources and JDBC sink.
 
 All come from Maven Central, as the broker does.
 """
@@ -26,11 +26,12 @@ import psycopg
 from zync_assets.local.java import KAFKA_VERSION, REGISTRY_VERSION, Bundle, bundle_folder, find_java
 from zync_assets.local.processes import free_port
 from zync_assets.local.services import Services
+from zync_assets_tests.mariadb import Server
 from zync_assets_tests.services import server_process
 
 DEBEZIUM_VERSION = "3.5.0.Final"
 POSTGRES_VERSION = "15.18.0"
-_OTHERS = ("com.oracle.database.jdbc", "com.microsoft.sqlserver", "com.mysql", "org.mariadb.jdbc")
+_OTHERS = ("com.oracle.database.jdbc", "com.microsoft.sqlserver", "com.mysql")
 """What Debezium's sink needs for other databases."""
 IVY = f"""<ivy-module version="2.0">
   <info organisation="zync" module="tests-connect"/>
@@ -40,6 +41,8 @@ IVY = f"""<ivy-module version="2.0">
     <dependency org="org.apache.kafka" name="connect-json" rev="{KAFKA_VERSION}" conf="jars->runtime,master"/>
     <dependency org="org.slf4j" name="slf4j-simple" rev="2.0.17" conf="jars->runtime,master"/>
     <dependency org="io.debezium" name="debezium-connector-postgres" rev="{DEBEZIUM_VERSION}"
+                conf="jars->runtime,master"/>
+    <dependency org="io.debezium" name="debezium-connector-mariadb" rev="{DEBEZIUM_VERSION}"
                 conf="jars->runtime,master"/>
     <dependency org="io.debezium" name="debezium-connector-jdbc" rev="{DEBEZIUM_VERSION}" conf="jars->runtime,master"/>
     <dependency org="io.apicurio" name="apicurio-registry-utils-converter" rev="{REGISTRY_VERSION}"
@@ -159,7 +162,7 @@ class Worker:
 
 
 def source_settings(server: Postgres, database: str, tables: str, prefix: str, slot: str) -> dict[str, str]:
-    """Debezium's source. ``tables``: with their schema, separated by commas; ``prefix``: of the topics."""
+    """Debezium's source for PostgreSQL. ``tables``: with their schema, separated by commas; ``prefix``: of the topics."""
     return {
         "connector.class": "io.debezium.connector.postgresql.PostgresConnector",
         "database.hostname": "127.0.0.1",
@@ -170,6 +173,27 @@ def source_settings(server: Postgres, database: str, tables: str, prefix: str, s
         "plugin.name": "pgoutput",
         "slot.name": slot,
         "publication.name": slot,
+        **_topic_settings(tables, prefix),
+    }
+
+
+def mariadb_settings(server: Server, services: Services, tables: str, prefix: str) -> dict[str, str]:
+    """Debezium's source for MariaDB. ``tables``: with their database, separated by commas; ``prefix``: of the topics."""
+    return {
+        "connector.class": "io.debezium.connector.mariadb.MariaDbConnector",
+        "database.hostname": "127.0.0.1",
+        "database.port": str(server.port),
+        "database.user": "root",
+        "database.password": "",
+        "database.server.id": str(server.port),
+        "schema.history.internal.kafka.bootstrap.servers": services.bootstrap_servers,
+        "schema.history.internal.kafka.topic": f"{prefix}-history",
+        **_topic_settings(tables, prefix),
+    }
+
+
+def _topic_settings(tables: str, prefix: str) -> dict[str, str]:
+    return {
         "table.include.list": tables,
         "topic.prefix": prefix,
         "schema.name.adjustment.mode": "avro",

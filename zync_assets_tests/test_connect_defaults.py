@@ -1,9 +1,12 @@
-"""PostgreSQL → Debezium → zync's sink → PostgreSQL: rows from before ALTER TABLE ... ADD COLUMN ... DEFAULT."""
+"""A database → Debezium → zync's sink → the same kind of database: rows from before ALTER TABLE ... ADD COLUMN ... DEFAULT."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -11,8 +14,9 @@ from zync_assets.checks.state_checks import rows_match
 from zync_assets.kafka.topics import survey
 from zync_assets.local.services import Services
 from zync_assets.sinks.steps import reset_sink, sink_all
-from zync_assets_tests.connect import postgres, source_settings, worker
-from zync_assets_tests.mini import mini
+from zync_assets_tests.connect import Worker, mariadb_settings, postgres, source_settings, worker
+from zync_assets_tests.mariadb import mariadb
+from zync_assets_tests.mini import Mini, mini
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -21,17 +25,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PIPELINE = """
 inputs:
-  - {topic: $left.public.items, pool: Raw, format: avro}
+  - {topic: $left.NAMESPACE.items, pool: Raw, format: avro}
 outputs: [{topic: $out, pool: Staging, create: {replication-factor: 1}}]
 transforms:
-  - {name: row, type: stateless, where: value.op <> 'd', in: $left.public.items, out: $out, key: in.key,
+  - {name: row, type: stateless, where: value.op <> 'd', in: $left.NAMESPACE.items, out: $out, key: in.key,
      value: in.value.after}
-  - {name: gone, type: stateless, where: value.op = 'd', in: $left.public.items, out: $out, key: in.key, value: null}
+  - {name: gone, type: stateless, where: value.op = 'd', in: $left.NAMESPACE.items, out: $out, key: in.key, value: null}
 sinks:
-  - {name: copy, type: postgres, url: "URL", from: [Raw.$left.public.items], table: items, evolve: add}
-  - {name: staged, type: postgres, url: "URL", from: [Staging.$out], table: staged, evolve: add}
+  - {name: copy, type: KIND, url: "URL", from: [Raw.$left.NAMESPACE.items], table: items, evolve: add}
+  - {name: staged, type: KIND, url: "URL", from: [Staging.$out], table: staged, evolve: add}
 """
-ADDED = """ALTER TABLE items
+POSTGRES_ADDITION = """ALTER TABLE items
   ADD region text NOT NULL DEFAULT '5% ☃',
   ADD empty varchar(9) DEFAULT '',
   ADD plain text,
@@ -41,9 +45,41 @@ ADDED = """ALTER TABLE items
   ADD large bigint DEFAULT 9223372036854775807,
   ADD price numeric(10, 2) NOT NULL DEFAULT 12.30,
   ADD ratio double precision DEFAULT 0.1,
-  ADD doc jsonb DEFAULT '{"a": [1]}'
+  ADD doc jsonb DEFAULT '{"a": [1]}',
+  ADD day date NOT NULL DEFAULT '2020-02-29',
+  ADD stamp timestamptz DEFAULT '2020-02-29 11:12:13.5+01'
 """
-COLUMNS = "id, name, region, empty, plain, good, small, whole, large, price, ratio, doc::text"
+MARIADB_ADDITION = """ALTER TABLE items
+  ADD region varchar(40) NOT NULL DEFAULT '5% ☃',
+  ADD empty varchar(9) DEFAULT '',
+  ADD plain varchar(30),
+  ADD good tinyint(1) NOT NULL DEFAULT 1,
+  ADD flag bit(1) DEFAULT b'1',
+  ADD small smallint DEFAULT -3,
+  ADD whole int unsigned NOT NULL DEFAULT 4294967295,
+  ADD large bigint DEFAULT 9223372036854775807,
+  ADD price decimal(10, 2) NOT NULL DEFAULT 12.30,
+  ADD ratio double DEFAULT 0.1,
+  ADD kind enum('a', 'b') NOT NULL DEFAULT 'b',
+  ADD kinds set('a', 'b') DEFAULT 'a,b',
+  ADD founded year DEFAULT 2021,
+  ADD doc json DEFAULT '{"a": [1]}',
+  ADD day date NOT NULL DEFAULT '2020-02-29',
+  ADD stamp timestamp NULL DEFAULT '2020-02-29 11:12:13',
+  ADD moment datetime(6) NOT NULL DEFAULT '2020-02-29 11:12:13.456789',
+  ADD clock time DEFAULT '10:11:12'
+"""
+_SHARED = "id, name, region, empty, plain, good, small, whole, large, price, ratio"
+POSTGRES_COLUMNS = f"{_SHARED}, doc::text"
+MARIADB_COLUMNS = f"{_SHARED}, kind, kinds, founded, doc, flag + 0"
+BINARY_LOG = [
+    "--log-bin=bin",
+    "--binlog-format=ROW",
+    "--server-id=1",
+    "--default-time-zone=+00:00",
+    "--character-set-server=utf8mb4",
+]
+"""Options of a server whose changes Debezium can read."""
 CHANGES = (
     "INSERT INTO items (id, name) VALUES (4, 'new')",
     # Not to null: the converter of this test writes a default in place of a null (KIP-581).
@@ -56,43 +92,89 @@ LATER = (
 )
 
 
-def test_the_target_has_the_defaults_that_the_source_gave_its_rows(
+@dataclass(frozen=True)
+class Source:
+    """A server with the databases ``source`` and ``target``. ``kind``: of the sink; ``url``: of its target; ``run``: statements
+    in a database, the rows of the last one; ``addition``: the statement that adds the columns; ``columns``: to compare, as SQL;
+    ``times``: columns that are numbers or texts in the sink of a staged topic, which does not know Debezium's types."""
+
+    kind: str
+    url: str
+    namespace: str
+    run: Callable[..., list[tuple[Any, ...]]]
+    addition: str
+    columns: str
+    times: str
+
+    def rows(self, database: str, table: str, *, staged: bool = False) -> list[tuple[Any, ...]]:
+        names = self.columns if staged else f"{self.columns}, {self.times}"
+        return self.run(database, f"SELECT {names} FROM {table} ORDER BY id")
+
+    def assert_equal_targets(self) -> None:
+        assert self.rows("target", "items") == self.rows("source", "items")
+        assert self.rows("target", "staged", staged=True) == self.rows("source", "items", staged=True)
+
+
+def test_postgres_rows_have_the_defaults_that_the_source_gave_them(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
     with postgres() as server, worker(services, tmp_path, "UTC") as connect:
-        server.run("postgres", "CREATE DATABASE source", "CREATE DATABASE target")
-        server.run("source", "CREATE TABLE items (id int PRIMARY KEY, name text)")
-        server.run("source", "INSERT INTO items SELECT n, 'old ' || n FROM generate_series(1, 3) n")
         url = f"postgresql://postgres@127.0.0.1:{server.port}/target"
-        it = mini(services, spark, tmp_path, unique, PIPELINE.replace("URL", url))
-        topic = f"{it.left}.public.items"
-
-        def end() -> int:
-            state = survey(it.pipeline.kafka, [topic]).states.get(topic)
-            return state.partitions[0].end if state else 0
-
-        def written() -> list[tuple[object, ...]]:
-            it.ingest()
-            it.etl()
-            assert list(sink_all(it.pipeline, lambda: spark))
-            return server.run("target", "SELECT * FROM items ORDER BY id")
-
+        source = Source("postgres", url, "public", server.run, POSTGRES_ADDITION, POSTGRES_COLUMNS, "day, stamp")
+        server.run("postgres", "CREATE DATABASE source", "CREATE DATABASE target")
+        it = _pipeline(services, spark, tmp_path, unique, source)
         connect.start("source", source_settings(server, "source", "public.items", it.left, "slot"), "avro")
-        connect.wait("the snapshot", lambda: end() == 3)
-        assert written() == [(1, "old 1"), (2, "old 2"), (3, "old 3")]
-        server.run("source", ADDED, *CHANGES)
-        # With the first change after ALTER TABLE, Debezium reads the defaults that the table has at this moment.
-        connect.wait("the changes", lambda: end() == 3 + 4)
-        server.run("source", *LATER)
-        connect.wait("the later change", lambda: end() == 3 + 5)
-        source = server.run("source", f"SELECT {COLUMNS} FROM items ORDER BY id")
-        assert [row[2] for row in source] == ["5% ☃", "us", "5% ☃", "asia"]
-        written()
-        for sink, table in (("copy", "items"), ("staged", "staged")):
-            assert server.run("target", f"SELECT {COLUMNS} FROM {table} ORDER BY id") == source
-            rows = it.pipeline.sink(sink)
-            assert rows_match(it.pipeline, lambda: spark, rows, rows.tables[0]).passed
-            reset_sink(it.pipeline, lambda: spark, sink, table)
-        written()
-        for table in ("items", "staged"):
-            assert server.run("target", f"SELECT {COLUMNS} FROM {table} ORDER BY id") == source
+        _assert_defaults(it, connect, source)
+
+
+@pytest.mark.skipif(shutil.which("mariadbd") is None, reason="no MariaDB here: apt-get install mariadb-server")
+def test_mariadb_rows_have_the_defaults_that_the_source_gave_them(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    with mariadb(BINARY_LOG) as server, worker(services, tmp_path, "UTC") as connect:
+        times = "day, stamp, moment, clock"
+        source = Source("mysql", server.url("target"), "source", server.run, MARIADB_ADDITION, MARIADB_COLUMNS, times)
+        server.run("mysql", "CREATE DATABASE source", "CREATE DATABASE target")
+        it = _pipeline(services, spark, tmp_path, unique, source)
+        connect.start("source", mariadb_settings(server, services, "source.items", it.left), "avro")
+        _assert_defaults(it, connect, source)
+
+
+def _pipeline(services: Services, spark: SparkSession, folder: Path, unique: str, source: Source) -> Mini:
+    """The pipeline, and a table with three rows."""
+    source.run("source", "CREATE TABLE items (id int PRIMARY KEY, name varchar(50))")
+    source.run("source", "INSERT INTO items VALUES (1, 'old 1'), (2, 'old 2'), (3, 'old 3')")
+    text = PIPELINE.replace("URL", source.url).replace("KIND", source.kind).replace("NAMESPACE", source.namespace)
+    return mini(services, spark, folder, unique, text)
+
+
+def _assert_defaults(it: Mini, connect: Worker, source: Source) -> None:
+    """After ALTER TABLE ... ADD COLUMN ... DEFAULT, the targets of the raw table and of the staged topic equal the source."""
+    topic = f"{it.left}.{source.namespace}.items"
+
+    def end() -> int:
+        state = survey(it.pipeline.kafka, [topic]).states.get(topic)
+        return state.partitions[0].end if state else 0
+
+    def write() -> None:
+        it.ingest()
+        it.etl()
+        assert list(sink_all(it.pipeline, lambda: it.spark))
+
+    connect.wait("the snapshot", lambda: end() == 3)
+    write()
+    assert source.run("target", "SELECT * FROM items ORDER BY id") == [(1, "old 1"), (2, "old 2"), (3, "old 3")]
+    source.run("source", source.addition, *CHANGES)
+    # With the first change after ALTER TABLE, Debezium reads the defaults that the table has at this moment.
+    connect.wait("the changes", lambda: end() == 3 + 4)
+    source.run("source", *LATER)
+    connect.wait("the later change", lambda: end() == 3 + 5)
+    assert [row[2] for row in source.rows("source", "items")] == ["5% ☃", "us", "5% ☃", "asia"]
+    write()
+    source.assert_equal_targets()
+    for sink, table in (("copy", "items"), ("staged", "staged")):
+        rows = it.pipeline.sink(sink)
+        assert rows_match(it.pipeline, lambda: it.spark, rows, rows.tables[0]).passed
+        reset_sink(it.pipeline, lambda: it.spark, sink, table)
+    write()
+    source.assert_equal_targets()

@@ -205,7 +205,7 @@ class ClickhouseTarget(SqlTarget):
 
     def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
         for batch in gathered(rows, INSERT_BYTES):
-            columns = [stored(batch.column(name), name) for name in batch.schema.names]
+            columns = [stored(batch.column(name), name, table.c[name].type) for name in batch.schema.names]
             if batch.num_rows:
                 arrow_table = pa.Table.from_arrays(columns, names=batch.schema.names)
                 client_of(connection).insert_arrow(table.name, arrow_table)

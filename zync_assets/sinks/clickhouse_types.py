@@ -34,9 +34,10 @@ from clickhouse_connect.driver.exceptions import OperationalError
 from sqlalchemy.engine import Connection
 
 from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.fields import DEBEZIUM_DATE
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.sinks.fold import CREATION, DELETE, OFFSET, OP, SET, UPDATE, UPSERT
-from zync_assets.sinks.sql_types import DIGITS, SqlType, place_values, type_text
+from zync_assets.sinks.sql_types import DIGITS, SqlType, fitting, place_values, type_text
 from zync_assets.sinks.target import Column, Merge, TableSpec
 
 DELETED = "zync_deleted"
@@ -78,14 +79,14 @@ def new_type(column: Column) -> SqlType:
         return ch.String()
     if kinds.is_boolean(kind):
         return ch.Bool()
+    if kinds.is_date(kind) or (column.note == DEBEZIUM_DATE and kinds.is_integer(kind)):
+        return ch.Date32()
     if kinds.is_integer(kind):
         return next(of for of, bits in _INTEGERS if bits == kind.bit_width)()
     if kinds.is_floating(kind):
         return ch.Float64() if kinds.is_float64(kind) else ch.Float32()
     if kinds.is_decimal(kind):
         return ch.Decimal(kind.precision, kind.scale)
-    if kinds.is_date(kind):
-        return ch.Date32()
     if kinds.is_timestamp(kind):
         return ch.DateTime64(6, "UTC")
     return ch.String()
@@ -122,6 +123,8 @@ def holds(existing: SqlType, column: Column) -> bool:
         return isinstance(existing, (ch.String, ch.JSON))
     if kinds.is_boolean(kind):
         return isinstance(existing, (ch.Bool, ch.UInt8))
+    if isinstance(existing, ch.Date32):
+        return kinds.is_date(kind) or column.note == DEBEZIUM_DATE
     if kinds.is_integer(kind):
         return kind.bit_width <= _bits(existing) or _decimal_holds(existing, DIGITS[kind.bit_width], 0)
     if kinds.is_floating(kind):
@@ -129,7 +132,7 @@ def holds(existing: SqlType, column: Column) -> bool:
     if kinds.is_decimal(kind):
         return _decimal_holds(existing, kind.precision - kind.scale, kind.scale)
     if kinds.is_date(kind):
-        return isinstance(existing, ch.Date32)
+        return False
     if kinds.is_timestamp(kind):
         scale, zone = _instant(existing)
         # A time without zone is kept as if it were in UTC, and must be shown so.
@@ -155,8 +158,11 @@ def wider(existing: SqlType, column: Column) -> SqlType | None:
     return nullable(larger) if larger is not None and is_nullable else larger
 
 
-def stored(column: pa.Array, name: str) -> pa.Array:
-    """The values of a column as ClickHouse reads them from Arrow. TargetRefused for a date that it does not have."""
+def stored(column: pa.Array, name: str, existing: SqlType) -> pa.Array:
+    """The values of a column as ClickHouse reads them from Arrow. ``existing``: the type of the table's column. TargetRefused for
+    a date that ClickHouse does not have."""
+    if pa.types.is_integer(column.type) and inner_name(existing) == "Date32":
+        column = fitting(column, sa.Date(), name)
     kinds, kind = pa.types, column.type
     if kinds.is_time(kind):
         values = [None if value is None else value.isoformat() for value in column.to_pylist()]
@@ -293,7 +299,7 @@ def insert_records(connection: Connection, table: sa.Table, merge: Merge, batch:
     is_deleted = pc.equal(batch.column(OP), DELETE).cast(pa.uint8())
     versions = batch.column(OFFSET)
     versions = versions if merge.spec.is_timed else versions.cast(pa.uint64())
-    columns = [*(stored(batch.column(name), name) for name in names), versions, is_deleted]
+    columns = [*(stored(batch.column(name), name, table.c[name].type) for name in names), versions, is_deleted]
     arrow_table = pa.Table.from_arrays(columns, names=[*names, OFFSET, DELETED])
     # Rows of one key in a block are left to FINAL and to merges: to look for them takes half of the insert's time.
     settings: dict[str, Any] = {"optimize_on_insert": 0}

@@ -31,12 +31,13 @@ from sqlalchemy import exc
 from sqlalchemy.dialects import registry
 from sqlalchemy.engine import Connection, Engine
 
+from zync_assets.codecs.fields import DEBEZIUM_DATE
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetRefused, TargetUnavailable
 from zync_assets.sinks.databend_engine import BUSY, EngineSession, ServerSession
 from zync_assets.sinks.databend_engine import Connection as DatabendConnection
 from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPDATE, inserted_names
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import BOOK, POSITIONS, SqlType, check_load, holds, place_values, wider
+from zync_assets.sinks.sql_types import BOOK, POSITIONS, SqlType, check_load, fitting, holds, place_values, wider
 from zync_assets.sinks.target import (
     LOCAL_HOSTS,
     Column,
@@ -232,10 +233,9 @@ class DatabendTarget(SqlTarget):
         with TemporaryDirectory() as folder:
             for number, batch in enumerate(gathered(rows, LOAD_BYTES)):
                 names = batch.schema.names
+                arrays = [fitting(batch.column(name), table.c[name].type, name) for name in names]
                 path = Path(folder) / f"{table.name}-{number}.parquet"
-                parquet.write_table(
-                    pa.Table.from_arrays([_stored_values(batch.column(name)) for name in names], names), path
-                )
+                parquet.write_table(pa.Table.from_arrays([_stored_values(values) for values in arrays], names), path)
                 columns = ", ".join(quote.quote_identifier(name) for name in names)
                 try:
                     driver.session.load(quote.quote_identifier(table.name), columns, path)
@@ -354,11 +354,11 @@ class DatabendTarget(SqlTarget):
             return sa.BINARY()
         if kinds.is_floating(kind):
             return databend_types.DOUBLE() if kinds.is_float64(kind) else databend_types.FLOAT()
+        if kinds.is_date(kind) or (column.note == DEBEZIUM_DATE and kinds.is_integer(kind)):
+            return sa.DATE()
         if kinds.is_integer(kind):
             return next(of for of, bits in _BITS if bits == kind.bit_width)()
-        if kinds.is_boolean(kind):
-            return sa.BOOLEAN()
-        return sa.DATE() if kinds.is_date(kind) else sa.VARCHAR()
+        return sa.BOOLEAN() if kinds.is_boolean(kind) else sa.VARCHAR()
 
     def default(self, column: Column, kind: SqlType) -> Any:
         text = super().default(column, kind)
@@ -388,7 +388,7 @@ class DatabendTarget(SqlTarget):
             return isinstance(existing, sa.TIMESTAMP)
         if kinds.is_binary(kind) or kinds.is_large_binary(kind):
             return isinstance(existing, sa.BINARY)
-        return holds(existing, kind)
+        return (column.note == DEBEZIUM_DATE and isinstance(existing, sa.DATE)) or holds(existing, kind)
 
     def wider(self, existing: SqlType, column: Column) -> SqlType | None:
         kinds, kind = pa.types, column.type
@@ -444,4 +444,6 @@ def _stored_values(column: pa.Array) -> pa.Array:
 def _converted_column(rows: sa.Table, table: sa.Table, name: str) -> sa.ColumnElement[Any]:
     """A column of a load table for a column of the table."""
     column = rows.c[name]
+    if isinstance(column.type, sa.DATE) and isinstance(table.c[name].type, sa.Integer):
+        return sa.cast(column, sa.BIGINT()).label(name)
     return sa.func.parse_json(column).label(name) if isinstance(table.c[name].type, Variant) else column

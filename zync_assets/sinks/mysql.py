@@ -232,13 +232,13 @@ class MysqlTarget(SqlTarget):
         if kinds.is_floating(kind):
             # A FLOAT is read with six digits.
             return mysql.DOUBLE()
-        if kinds.is_timestamp(kind):
-            return mysql.DATETIME(fsp=6)
         if kinds.is_time(kind):
             return mysql.TIME(fsp=6)
         if kinds.is_binary(kind) or kinds.is_large_binary(kind):
             return mysql.VARBINARY(KEY_LENGTH) if in_key else mysql.LONGBLOB()
         standard = super().column_type(column, in_key=in_key)
+        if isinstance(standard, sa.DateTime):
+            return mysql.DATETIME(fsp=6)
         if column.as_json or isinstance(standard, sa.Text):
             return mysql.VARCHAR(KEY_LENGTH) if in_key else mysql.LONGTEXT()
         return standard
@@ -249,7 +249,7 @@ class MysqlTarget(SqlTarget):
             return None
         if pa.types.is_boolean(column.type):
             return str(int(text == "true"))
-        text = text.removesuffix("Z") if pa.types.is_timestamp(column.type) else text
+        text = text.removesuffix("Z") if isinstance(kind, mysql.DATETIME) else text
         # A type of texts takes a DEFAULT as an expression only.
         return Grouping(sa.literal(text)) if isinstance(kind, TEXTS) else text
 

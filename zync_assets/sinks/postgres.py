@@ -203,7 +203,7 @@ class PostgresTarget(SqlTarget):
     def column_type(self, column: Column, *, in_key: bool) -> SqlType:
         if pa.types.is_list(column.type) and not column.as_json:
             return ARRAY(standard_type(column.type.value_type))
-        return JSONB() if column.as_json else standard_type(column.type)
+        return JSONB() if column.as_json else super().column_type(column, in_key=in_key)
 
     def holds(self, existing: SqlType, column: Column) -> bool:
         kind, existing = column.type, base_type(existing)

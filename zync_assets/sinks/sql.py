@@ -106,7 +106,7 @@ class SqlTarget(Target):
 
     def column_type(self, column: Column, *, in_key: bool) -> SqlType:
         """The type of a new column."""
-        return standard_type(column.type)
+        return standard_type(column.type, "" if in_key and pa.types.is_string(column.type) else column.note)
 
     def holds(self, existing: SqlType, column: Column) -> bool:
         """Whether an existing column holds the values of a source's column."""

@@ -30,6 +30,7 @@ from sqlalchemy import exc
 from sqlalchemy.engine import Connection
 
 from zync_assets.codecs.arrays import pc
+from zync_assets.codecs.fields import DEBEZIUM_DATE, ZONED_TIMESTAMP
 from zync_assets.errors import CommitConflict, TableUnfit, TargetRefused
 from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, Progress, checked_times
 
@@ -41,23 +42,24 @@ DIGITS = {8: 3, 16: 5, 32: 10, 64: 19}
 """Bits of an integer → its decimal digits."""
 
 
-def standard_type(kind: pa.DataType) -> SqlType:
-    """The type of a new column in a database with SQL's types."""
+def standard_type(kind: pa.DataType, note: str = "") -> SqlType:
+    """The type of a new column in a database with SQL's types. ``note``: of ``Column``. Debezium's dates and instants have such
+    types, though its days since 1970 are numbers, and its instants with a zone are texts."""
     kinds = pa.types
+    if note == ZONED_TIMESTAMP:
+        return sa.DateTime(timezone=True)
     if kinds.is_boolean(kind):
         return sa.Boolean()
+    if kinds.is_date(kind) or (note == DEBEZIUM_DATE and kinds.is_integer(kind)):
+        return sa.Date()
     if kinds.is_integer(kind):
         return sa.SmallInteger() if kind.bit_width <= 16 else sa.Integer() if kind.bit_width == 32 else sa.BigInteger()
-    if kinds.is_float32(kind):
-        return sa.REAL()
-    if kinds.is_float64(kind):
-        return sa.Double()
+    if kinds.is_floating(kind):
+        return sa.REAL() if kinds.is_float32(kind) else sa.Double()
     if kinds.is_decimal(kind):
         return sa.Numeric(kind.precision, kind.scale)
     if kinds.is_binary(kind) or kinds.is_large_binary(kind):
         return sa.LargeBinary()
-    if kinds.is_date(kind):
-        return sa.Date()
     if kinds.is_time(kind):
         return sa.Time()
     if kinds.is_timestamp(kind):
@@ -91,8 +93,9 @@ def holds(existing: SqlType, kind: pa.DataType) -> bool:
     date would lose the text's time, and a time its zone.
     """
     kinds = pa.types
-    if kinds.is_boolean(kind):
-        return isinstance(existing, sa.Boolean)
+    for is_kind, of in ((kinds.is_boolean, sa.Boolean), (kinds.is_binary, sa.LargeBinary), (kinds.is_date, sa.Date)):
+        if is_kind(kind):
+            return isinstance(existing, of)
     if kinds.is_integer(kind):
         bits = _bits(existing)
         return kind.bit_width <= bits if bits else _numeric_holds(existing, DIGITS[kind.bit_width], 0)
@@ -100,10 +103,6 @@ def holds(existing: SqlType, kind: pa.DataType) -> bool:
         return _is_double(existing) or (kinds.is_float32(kind) and isinstance(existing, sa.Float))
     if kinds.is_decimal(kind):
         return _numeric_holds(existing, kind.precision - kind.scale, kind.scale)
-    if kinds.is_binary(kind):
-        return isinstance(existing, sa.LargeBinary)
-    if kinds.is_date(kind):
-        return isinstance(existing, sa.Date)
     if kinds.is_time(kind):
         return isinstance(existing, sa.Time) and not existing.timezone
     if kinds.is_timestamp(kind):
@@ -149,8 +148,7 @@ def fitting(values: pa.Array, existing: SqlType, name: str) -> pa.Array:
     is_uncut = isinstance(existing, (sa.CHAR, sa.Enum))
     if isinstance(existing, (sa.DateTime, sa.Time)):
         digits = time_digits(existing)
-        limit = f"a time of {digits} digits of a second"
-        unit = 10 ** (6 - digits)
+        limit, unit = f"a time of {digits} digits of a second", 10 ** (6 - digits)
         if is_text:
             is_cut = pc.match_substring_regex(items, rf"\.\d{{{digits}}}\d*[1-9]")
         elif unit > 1:

@@ -27,9 +27,10 @@ from sqlalchemy import exc
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.engine import Connection, Engine
 
+from zync_assets.codecs.fields import DEBEZIUM_DATE
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.sinks.sql import SqlTarget
-from zync_assets.sinks.sql_types import SqlType, on_conflict
+from zync_assets.sinks.sql_types import SqlType, fitting, on_conflict
 from zync_assets.sinks.target import LOAD_PREFIX, Column, Merge, Place, Progress, TableSpec
 
 TIMEOUT_SECONDS = 30.0
@@ -168,7 +169,7 @@ class SqliteTarget(SqlTarget):
 
     def write(self, connection: Connection, table: sa.Table, rows: Iterator[pa.RecordBatch]) -> None:
         for batch in rows:
-            columns = [_stored_values(batch.column(name), name) for name in batch.schema.names]
+            columns = [_stored_values(batch.column(name), name, table.c[name].type) for name in batch.schema.names]
             statement = str(sa.insert(table).compile(dialect=connection.dialect, column_keys=batch.schema.names))
             if batch.num_rows:
                 # The columns' own types would convert each value again.
@@ -177,7 +178,7 @@ class SqliteTarget(SqlTarget):
     def default(self, column: Column, kind: SqlType) -> Any:
         if column.default is None:
             return None
-        (value,) = _stored_values(pa.array([column.default], column.type), column.name)
+        (value,) = _stored_values(pa.array([column.default], column.type), column.name, kind)
         return str(int(value) if isinstance(value, bool) else value)
 
     def upserts(
@@ -190,7 +191,7 @@ class SqliteTarget(SqlTarget):
         if kinds.is_boolean(kind):
             return sa.Boolean()
         if kinds.is_integer(kind):
-            return sa.BigInteger()
+            return sa.Text() if column.note == DEBEZIUM_DATE else sa.BigInteger()
         if kinds.is_floating(kind):
             return sa.REAL()
         return sa.LargeBinary() if kinds.is_binary(kind) or kinds.is_large_binary(kind) else sa.Text()
@@ -200,6 +201,8 @@ class SqliteTarget(SqlTarget):
         if isinstance(existing, sa.types.NullType):
             return True
         is_number = isinstance(existing, (sa.Boolean, sa.Integer, sa.Numeric, sa.Float))
+        if column.note == DEBEZIUM_DATE and isinstance(existing, (NumericText, sa.Text, sa.String)):
+            return True
         if kinds.is_boolean(kind) or kinds.is_integer(kind):
             return is_number and not (isinstance(existing, sa.Float) and kinds.is_int64(kind))
         if kinds.is_floating(kind):
@@ -254,6 +257,8 @@ class SqliteTarget(SqlTarget):
             return Decimal(value)
         if kinds.is_date(kind):
             return date.fromisoformat(value)
+        if kinds.is_integer(kind) and isinstance(value, str):
+            return super().value(column, date.fromisoformat(value))
         if kinds.is_time(kind):
             return time_of_day.fromisoformat(value)
         if kinds.is_timestamp(kind):
@@ -261,8 +266,10 @@ class SqliteTarget(SqlTarget):
         return bool(value) if kinds.is_boolean(kind) else value
 
 
-def _stored_values(column: pa.Array, name: str) -> Sequence[Any]:
-    """The values of a column as SQLite stores them."""
+def _stored_values(column: pa.Array, name: str, existing: SqlType) -> Sequence[Any]:
+    """The values of a column as SQLite stores them. ``existing``: the type of the table's column."""
+    if pa.types.is_integer(column.type) and isinstance(existing, (NumericText, sa.Text)):
+        column = fitting(column, sa.Date(), name)
     kinds, kind = pa.types, column.type
     values = column.to_pylist()
     if kinds.is_decimal(kind):

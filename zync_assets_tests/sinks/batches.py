@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from zync_assets.codecs.fields import DEBEZIUM_DATE
 from zync_assets.sinks.fold import fold
 from zync_assets.sinks.target import Column, Merge, TableSpec, Target
 from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, Change, records
@@ -50,4 +51,23 @@ def assert_defaults_of_older_rows_alone(target: Target) -> None:
         {"id": 1, "v": "a", "w": "default"},
         {"id": 2, "v": "b", "w": None},
         {"id": 3, "v": "c", "w": "own"},
+    ]
+
+
+def apply_days(target: Target) -> None:
+    """Write Debezium's days into a column ``old`` of numbers, as earlier versions made it, and into a new column ``day``."""
+    old = spec(id=pa.int64(), old=pa.int32())
+    target.prepare(old, create=True, evolve="none")
+    apply(target, old, [one(1, {"old": -1})])
+    names = ("old", "day")
+    table = replace(old, columns=(old.columns[0], *(Column(name, pa.int32(), note=DEBEZIUM_DATE) for name in names)))
+    target.prepare(table, create=True, evolve="add")
+    # A further batch finds nothing to change.
+    target.prepare(table, create=False, evolve="none")
+    apply(target, table, [one(2, {"old": 19782, "day": 19782}), one(3, {"day": -1})])
+    rows = [row for batch in target.rows(table) for row in batch.to_pylist()]
+    assert sorted(rows, key=lambda row: row["id"]) == [
+        {"id": 1, "old": -1, "day": None},
+        {"id": 2, "old": 19782, "day": 19782},
+        {"id": 3, "old": None, "day": -1},
     ]

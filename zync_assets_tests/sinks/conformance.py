@@ -23,6 +23,7 @@ import pyarrow as pa
 import pytest
 
 from zync_assets import crashes
+from zync_assets.codecs.fields import DEBEZIUM_DATE, ZONED_TIMESTAMP
 from zync_assets.errors import CommitConflict, TargetRefused
 from zync_assets.pipeline import Sink
 from zync_assets.sinks.fold import Records, fold
@@ -54,7 +55,10 @@ TYPES: dict[str, pa.DataType] = {
     "clock": pa.time64("us"),
     "words": pa.list_(pa.string()),
     "nested": pa.struct([("a", pa.int64()), ("b", pa.string())]),
+    "days": pa.int32(),
+    "zoned": pa.string(),
 }
+NOTES = {"days": DEBEZIUM_DATE, "zoned": ZONED_TIMESTAMP}
 LATER: dict[str, Any] = {
     "new flag": False,
     "new large": 2**63 - 1,
@@ -66,6 +70,8 @@ LATER: dict[str, Any] = {
     "new day": date(2026, 2, 28),
     "new instant": datetime(2026, 2, 28, 23, 59, 59, 123456, UTC),
     "new clock": time(23, 59, 59, 123456),
+    "new days": 20000,
+    "new zoned": "2026-02-28T23:59:59.123456Z",
 }
 """Columns that come with the schema change, and their defaults. The last word is the name of the type in TYPES."""
 ODD = [
@@ -97,11 +103,13 @@ def spec(target: Target, *, changed: bool) -> TableSpec:
     types: dict[str, pa.DataType] = {"id": pa.int64(), PART: pa.string(), **TYPES}
     if changed:
         types |= {"added": pa.string()}
-    columns = [Column(name, kind, as_json=not target.is_native(kind)) for name, kind in types.items()]
+    columns = [
+        Column(name, kind, as_json=not target.is_native(kind), note=NOTES.get(name, "")) for name, kind in types.items()
+    ]
     if changed:
         for name, default in LATER.items():
-            kind = TYPES[name.split()[1]]
-            columns.append(Column(name, kind, default=pa.scalar(default, kind)))
+            of = name.split()[1]
+            columns.append(Column(name, TYPES[of], default=pa.scalar(default, TYPES[of]), note=NOTES.get(of, "")))
     return TableSpec('rows of "it" at 5%s', tuple(columns), ("id", PART), "upsert", "a comment")
 
 
@@ -130,6 +138,8 @@ def value(name: str, chance: random.Random, target: Target) -> Any:
         "clock": lambda: time(abs(number) % 24, 59, 59, abs(number) % 10**6),
         "words": lambda: [chance.choice([None, *ODD]) for _ in range(chance.randrange(3))],
         "nested": lambda: {"a": number, "b": chance.choice(ODD)},
+        "days": lambda: (made["day"]() - date(1970, 1, 1)).days,
+        "zoned": lambda: f"{made['local']().isoformat()}Z",
         "added": lambda: chance.choice(ODD),
     }
     return made[name.split()[-1]]()
@@ -230,6 +240,9 @@ def rows_of(target: Target) -> dict[tuple[int, str], dict[str, Any]]:
             for column in table.columns:
                 if column.as_json and row[column.name] is not None:
                     row[column.name] = json.loads(row[column.name])
+                if column.note == ZONED_TIMESTAMP and row[column.name] is not None:
+                    instant = datetime.fromisoformat(row[column.name]).astimezone(UTC)
+                    row[column.name] = f"{instant.replace(tzinfo=None).isoformat()}Z"
             found[row.pop("id"), row.pop(PART)] = row
     return found
 

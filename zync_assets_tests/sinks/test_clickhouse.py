@@ -24,7 +24,7 @@ from zync_assets.sinks.fold import fold
 from zync_assets.sinks.steps import reset_sink, sink_all
 from zync_assets.sinks.target import BadRecord, Column, Merge, TableSpec, load_names
 from zync_assets_tests.mini import mini
-from zync_assets_tests.sinks.batches import assert_defaults_of_older_rows_alone
+from zync_assets_tests.sinks.batches import apply_days, assert_defaults_of_older_rows_alone
 from zync_assets_tests.sinks.conformance import (
     LATER,
     ORIGIN,
@@ -101,6 +101,12 @@ def test_random_changes_of_whole_and_partial_rows_give_the_folded_model(folder: 
     # Background merges, whenever they come, change nothing that a reader sees.
     query(folder, 'OPTIMIZE TABLE "rows of ""it"" at 5%s" FINAL')
     assert rows_of(it) == model(it, 7, 8)
+
+
+def test_a_number_of_days_becomes_a_date_in_a_new_column_alone(folder: Path) -> None:
+    apply_days(target(folder))
+    rows = query(folder, "SELECT old, toString(day) FROM rows FINAL ORDER BY id")
+    assert rows == [(-1, None), (19782, "2024-02-29"), (None, "1969-12-31")]
 
 
 def test_a_batch_that_is_written_again_or_too_late_changes_nothing(folder: Path) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import date
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from zync_assets.local.services import Services
 from zync_assets.sinks.databend import DatabendTarget
 from zync_assets.sinks.databend_engine import EngineSession
 from zync_assets.sinks.target import Column
-from zync_assets_tests.sinks.batches import apply, assert_defaults_of_older_rows_alone, one, spec
+from zync_assets_tests.sinks.batches import apply, apply_days, assert_defaults_of_older_rows_alone, one, spec
 from zync_assets_tests.sinks.conformance import PLACE, assert_conforms, assert_refuses
 from zync_assets_tests.sinks.story import play
 
@@ -58,6 +59,13 @@ def test_a_partial_record_needs_no_nullable_columns_and_leaves_defaults(tmp_path
     apply(it, table, [one(1, {"b": 1}), one(2, {"v": None}), one(3, None), one(4, {"a": "w", "b": 2})])
     found = query(tmp_path, 'SELECT id, a, b, to_string(v) FROM "rows" ORDER BY id')
     assert found == [(1, "x", 1, None), (2, "y", None, None), (4, "w", 2, None)]
+
+
+@pytest.mark.slow
+def test_a_number_of_days_becomes_a_date_in_a_new_column_alone(tmp_path: Path) -> None:
+    apply_days(target(tmp_path))
+    rows = query(tmp_path, 'SELECT "old", "day" FROM "rows" ORDER BY id')
+    assert rows == [(-1, None), (19782, date(2024, 2, 29)), (None, date(1969, 12, 31))]
 
 
 @pytest.mark.slow

@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 import shutil
 import socket
-import subprocess
-import tempfile
-import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import closing, suppress
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from datetime import time as clock
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -26,8 +22,8 @@ from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, ZONED_TIMESTAMP
 from zync_assets.errors import SinkError, TableUnfit, TargetRefused, TargetUnavailable
 from zync_assets.sinks.mysql import MysqlTarget
 from zync_assets.sinks.target import Column, Merge, TableSpec
-from zync_assets_tests.network.certificates import Authority
-from zync_assets_tests.sinks.batches import apply, assert_defaults_of_older_rows_alone, one, spec, text
+from zync_assets_tests.mariadb import ANOTHER_HOST, Server, mariadb
+from zync_assets_tests.sinks.batches import apply, apply_days, assert_defaults_of_older_rows_alone, one, spec, text
 from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, assert_conforms, assert_refuses
 
 pytestmark = [
@@ -36,72 +32,10 @@ pytestmark = [
 ]
 
 
-@dataclass(frozen=True)
-class Server:
-    port: int
-    authority: Authority
-
-    def run(self, database: str, *statements: str) -> list[tuple[Any, ...]]:
-        """The rows of the last statement."""
-        with self.connected(database) as cursor:
-            for statement in statements:
-                cursor.execute(statement)
-            return list(cursor.fetchall())
-
-    @contextmanager
-    def connected(self, database: str) -> Generator[Any]:
-        """A cursor of a connection of its own. Each statement is a transaction, unless one says otherwise."""
-        options: dict[str, Any] = {"host": "127.0.0.1", "port": self.port, "user": "root", "autocommit": True}
-        with closing(pymysql.connect(database=database, **options)) as connection, connection.cursor() as cursor:
-            yield cursor
-
-    def await_locked(self) -> None:
-        """Wait until a transaction waits for the lock of a row."""
-        give_up = time.monotonic() + 30
-        while self.run("mysql", "SHOW GLOBAL STATUS LIKE 'Innodb_row_lock_current_waits'")[0][1] == "0":
-            assert time.monotonic() < give_up
-
-    def url(self, database: str, user: str = "root") -> str:
-        return f"mysql://{user}@127.0.0.1:{self.port}/{database}"
-
-
-ANOTHER_HOST = "127.0.0.2"
-"""An address of the server that is none of this machine for the sink."""
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="zync-tests-mysql-") as home:
-        place = ["--no-defaults", f"--datadir={home}/data", "--user=root"]
-        made = [
-            "mariadb-install-db",
-            *place,
-            "--auth-root-authentication-method=normal",
-            "--skip-test-db",
-            "--skip-log-bin",
-        ]
-        subprocess.run(made, check=True, capture_output=True)
-        authority = Authority(Path(home), "ca")
-        issued = authority.server("server", ANOTHER_HOST)
-        tls = [f"--ssl-cert={issued.certificate}", f"--ssl-key={issued.key}"]
-        addresses = f"--bind-address=127.0.0.1,{ANOTHER_HOST}"
-        command = ["mariadbd", *place, *tls, f"--port={port}", addresses, f"--socket={home}/socket"]
-        log = Path(home, "log")
-        with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
-            found = Server(port, authority)
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    found.run("mysql", "SELECT 1")
-                    break
-                except pymysql.OperationalError:
-                    assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-                    time.sleep(0.05)
-            yield found
-            process.terminate()
+    with mariadb() as running:
+        yield running
 
 
 @pytest.fixture
@@ -312,6 +246,12 @@ def test_a_value_of_debezium_goes_into_the_type_that_it_comes_from(
     assert found == {1: read, 2: None}
     if odd is not None:
         assert_refuses(target, table, [one(3, {"v": odd})])
+
+
+def test_a_number_of_days_becomes_a_date_in_a_new_column_alone(server: Server, database: str) -> None:
+    apply_days(MysqlTarget(server.url(database)))
+    rows = server.run(database, "SELECT old, day FROM `rows` ORDER BY id")
+    assert rows == [(-1, None), (19782, date(2024, 2, 29)), (None, date(1969, 12, 31))]
 
 
 @pytest.mark.parametrize("kind", ["bit(8)", "year", "binary(4)", "varbinary(4)", "inet6", "point"])

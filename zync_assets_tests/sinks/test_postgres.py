@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from datetime import time as clock
 from decimal import Decimal
 from pathlib import Path
@@ -44,7 +44,7 @@ from zync_assets.sinks.target import Column, Merge, TableSpec
 from zync_assets_tests.connect import Postgres, postgres
 from zync_assets_tests.mini import mini
 from zync_assets_tests.network.certificates import Authority
-from zync_assets_tests.sinks.batches import apply, assert_defaults_of_older_rows_alone, one, spec, text
+from zync_assets_tests.sinks.batches import apply, apply_days, assert_defaults_of_older_rows_alone, one, spec, text
 from zync_assets_tests.sinks.conformance import ORIGIN, PLACE, Change, assert_conforms
 
 if TYPE_CHECKING:
@@ -230,6 +230,12 @@ def test_debezium_values_go_into_the_types_that_they_come_from(server: Postgres,
         server.run(database, f"ALTER TABLE rows ALTER COLUMN digits TYPE {kind}")
         with pytest.raises(TableUnfit, match="column digits is "):
             target.prepare(table, create=False, evolve="widen")
+
+
+def test_a_number_of_days_becomes_a_date_in_a_new_column_alone(server: Postgres, database: str) -> None:
+    apply_days(PostgresTarget(url(server, database)))
+    rows = server.run(database, "SELECT old, day FROM rows ORDER BY id")
+    assert rows == [(-1, None), (19782, date(2024, 2, 29)), (None, date(1969, 12, 31))]
 
 
 def test_a_column_of_a_domain_takes_the_values_of_its_type(server: Postgres, database: str) -> None:

@@ -16,7 +16,7 @@ from sqlalchemy import exc
 from zync_assets.errors import SinkError, TableUnfit
 from zync_assets.sinks.sqlite import SqliteTarget
 from zync_assets.sinks.target import Column, TableSpec
-from zync_assets_tests.sinks.batches import apply, assert_defaults_of_older_rows_alone, one, text
+from zync_assets_tests.sinks.batches import apply, apply_days, assert_defaults_of_older_rows_alone, one, text
 from zync_assets_tests.sinks.conformance import assert_conforms, assert_refuses
 
 
@@ -93,6 +93,13 @@ def test_a_table_that_takes_no_row_by_its_key_is_refused_with_the_cure(tmp_path:
             connection.executescript(str(error.value).split("run: ")[1])
         target.prepare(table, create=False, evolve="none")
         apply(target, table, [text("a", "1"), text("A", "2")])
+
+
+def test_a_number_of_days_becomes_a_date_in_a_new_column_alone(tmp_path: Path) -> None:
+    apply_days(SqliteTarget(f"sqlite:///{tmp_path}/it.db"))
+    with sqlite3.connect(tmp_path / "it.db") as connection:
+        rows = connection.execute("SELECT old, day FROM rows ORDER BY id").fetchall()
+    assert rows == [(-1, None), (19782, "2024-02-29"), (None, "1969-12-31")]
 
 
 def test_a_text_does_not_go_into_a_column_that_would_make_it_a_number(tmp_path: Path) -> None:
