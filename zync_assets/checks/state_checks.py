@@ -214,7 +214,7 @@ def _compare_rows(plan: SinkPlan, session: Session) -> Differences:
         pairs = source_rows.join(table_rows, "name", "full_outer")
         # Rows of the table may come from records that retention removed.
         is_whole = not getattr(plan.state, "retention_start", None)
-        padded = plan.target().padded(table_layout.spec)
+        padded = plan.target().columns_of(table_layout.spec, "padded")
         filled = _filled(plan.target(), table_layout.spec) if is_whole else frozenset[str]()
         parts = frame_results(pairs, partial(_compare_batches, table_layout.spec, is_whole, padded, filled), failure)
     return sum(parts, Differences())

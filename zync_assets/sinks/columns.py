@@ -20,7 +20,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.fields import connect_note_of, deletes_sql, fields_of, is_envelope, type_at
 from zync_assets.codecs.spark_types import original_name, spark_type
 from zync_assets.errors import SinkError, TargetRefused
-from zync_assets.etl.rules.output_schemas import value_fields
+from zync_assets.etl.rules.output_schemas import type_names, value_fields, with_names
 from zync_assets.pipeline import Sink, SinkTable
 from zync_assets.sinks.fold import (
     CREATION,
@@ -213,6 +213,15 @@ def make_layout(
         root, kind = "value.after", kind.field("after").type
         deletes = f"CASE WHEN {NO_VALUE} OR value.op = 'd' THEN true WHEN value.after IS NOT NULL THEN false END"
     fields = {name: value_fields(text) for name, text in schemas.items()}
+    if table.staged and sink.before is None:
+
+        def is_number(field_name: str) -> bool:
+            # Earlier versions made columns of numbers for the times of staged topics. They stay so.
+            numbers = target.columns_of(TableSpec(table.name, (), (), sink.mode), "number")
+            return sink.rename.get(field_name, field_name) in numbers
+
+        sides = {side: with_names(kind, type_names(schemas.values(), side), is_number) for side, kind in sides.items()}
+        kind = sides.get("value", pa.null())
     # A user's function changes values, so that the database can't give old rows the result of a default.
     fills = upserts and sink.before is None
     partial = PartialRecords(root, kind, fields, upserts and not table.staged, placeholder, fills, later_fields or {})

@@ -35,9 +35,9 @@ from zync_assets.sinks.sql_types import (
     counted_rows,
     default_text,
     generation,
+    has_trait,
     holds,
     is_exact,
-    is_padded,
     misfit,
     missing_key,
     past_writers,
@@ -50,7 +50,7 @@ from zync_assets.sinks.sql_types import (
     type_text,
     wider,
 )
-from zync_assets.sinks.target import Column, LoadTable, Merge, Place, Progress, TableSpec, Target, named
+from zync_assets.sinks.target import Column, LoadTable, Merge, Place, Progress, TableSpec, Target, Trait, named
 
 _ENGINES: dict[tuple[type[SqlTarget], str], Engine] = {}
 """Class and URL → the process's engine."""
@@ -190,10 +190,10 @@ class SqlTarget(Target):
             query = sa.select(sa.literal(1)).select_from(table).where(*conditions).limit(1)
             return places if connection.execute(query).first() is not None else []
 
-    def padded(self, spec: TableSpec) -> frozenset[str]:
+    def columns_of(self, spec: TableSpec, trait: Trait) -> frozenset[str]:
         with self.connection() as connection:
-            columns = self._reflect_table(connection, spec).c
-            return frozenset(column.name for column in columns if is_padded(column.type))
+            columns = self._reflect_table(connection, spec).c if sa.inspect(connection).has_table(*named(spec)) else ()
+            return frozenset(item.name for item in columns if has_trait(item.type, trait))
 
     def lock(self, query: sa.Select[Any]) -> sa.Select[Any]:
         """A query of positions that lets no other run go on until the transaction ends."""

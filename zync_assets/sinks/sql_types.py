@@ -32,7 +32,7 @@ from sqlalchemy.engine import Connection
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.fields import DEBEZIUM_DATE, ZONED_TIMESTAMP
 from zync_assets.errors import CommitConflict, TableUnfit, TargetRefused
-from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, Progress, checked_times
+from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, Progress, Trait, checked_times
 
 SqlType: TypeAlias = sa.types.TypeEngine[Any]
 
@@ -43,8 +43,7 @@ DIGITS = {8: 3, 16: 5, 32: 10, 64: 19}
 
 
 def standard_type(kind: pa.DataType, note: str = "") -> SqlType:
-    """The type of a new column in a database with SQL's types. ``note``: of ``Column``. Debezium's dates and instants have such
-    types, though its days since 1970 are numbers, and its instants with a zone are texts."""
+    """The type of a new column in a database with SQL's types. By its ``note``, a number is a date, or a text an instant."""
     kinds = pa.types
     if note == ZONED_TIMESTAMP:
         return sa.DateTime(timezone=True)
@@ -137,9 +136,8 @@ def time_digits(existing: SqlType) -> int:
 
 
 def fitting(values: pa.Array, existing: SqlType, name: str) -> pa.Array:
-    """The values as a column takes them: a number for a column of dates is Debezium's days since 1970. TargetRefused for a value
-    that the column would cut without a word. Such values are a time with more digits than the column's type has, and a text
-    with too many spaces at its end."""
+    """The values as a column takes them: a number for a date is Debezium's days since 1970. TargetRefused for a value that the
+    column would cut without a word: a time with more digits than its type has, or a text with too many spaces at its end."""
     if isinstance(existing, sa.Date) and pa.types.is_integer(values.type):
         return checked_times(values.cast(pa.int32()).cast(pa.date32()), Column(name, pa.date32()))
     items = values.flatten() if pa.types.is_list(values.type) else values
@@ -171,6 +169,11 @@ def fitting(values: pa.Array, existing: SqlType, name: str) -> pa.Array:
 def is_padded(existing: SqlType) -> bool:
     """Whether a type of texts ignores spaces at their ends."""
     return isinstance(getattr(existing, "data_type", existing), sa.CHAR)
+
+
+def has_trait(existing: SqlType, trait: Trait) -> bool:
+    """Whether a type has a trait of ``Target.columns_of``."""
+    return is_padded(existing) if trait == "padded" else isinstance(existing, sa.Integer)
 
 
 def wider(existing: SqlType, kind: pa.DataType) -> SqlType | None:
@@ -290,8 +293,7 @@ def counted_rows(
 
 
 def check_load(connection: Connection, rows: sa.Table, load: LoadTable) -> None:
-    """CommitConflict unless a load table has the rows that were written. A server that ended abruptly may have emptied a load
-    table that is not logged."""
+    """CommitConflict unless a load table has the rows that were written. A server's crash empties a table that is not logged."""
     count = connection.execute(sa.select(sa.func.count()).select_from(rows)).scalar_one()
     if count != load.rows:
         raise CommitConflict(f"{load.name} has {count} rows, and {load.rows} were written; run again")

@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from importlib import import_module
+from typing import Literal, TypeAlias
 
 import psutil
 import pyarrow as pa
@@ -35,6 +36,7 @@ from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.pipeline import Evolve, Sink, SinkMode
 from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET
 
+Trait: TypeAlias = Literal["padded", "number"]
 LOAD_PREFIX = "zync_load_"
 _REMOVALS = pa.array([DELETE, REPLACE])
 OUTAGE_CURE = "Check the url, and that the target is up."
@@ -283,8 +285,8 @@ class Target(ABC):
         """Whether the table is there. A target that can't tell says yes."""
         return True
 
-    def padded(self, spec: TableSpec) -> frozenset[str]:
-        """The columns that ignore spaces at the ends of texts."""
+    def columns_of(self, spec: TableSpec, trait: Trait) -> frozenset[str]:
+        """The table's columns that are ``padded``, and ignore spaces at the ends of texts; or that have a whole ``number``."""
         return frozenset()
 
     def past_places(self, place: Place, spec: TableSpec, origin: str, writers: Mapping[Place, bool]) -> Sequence[Place]:
@@ -303,12 +305,10 @@ class Target(ABC):
 
     @abstractmethod
     def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
-        """Write rows into a new load table, in a Spark task. ``rows``: the columns of the table, and OP, SET, OFFSET and
-        CREATION of ``fold``."""
+        """Write rows into a new load table, in a Spark task. ``rows``: the table's columns, and the marks of ``fold``."""
 
     def appends(self, spec: TableSpec, *, whole: bool) -> bool:
-        """Whether the table takes rows by ``append``, in place of ``load`` and ``merge``. ``whole``: whether no record leaves a
-        column out."""
+        """Whether ``append`` takes the place of ``load`` and ``merge``. ``whole``: whether no record leaves a column out."""
         return False
 
     def append(self, merge: Merge, rows: Iterator[pa.RecordBatch]) -> int:

@@ -19,6 +19,7 @@ from zync_assets.checks.state_checks import rows_match
 from zync_assets.codecs.fields import (
     DEBEZIUM_DATE,
     MICRO_TIMESTAMP,
+    ZONED_TIMESTAMP,
     Default,
     Note,
     field_with_notes,
@@ -251,10 +252,65 @@ def test_a_value_that_was_not_sent_meets_no_condition_and_fails_none(where: str,
     assert made.update_sql == update
 
 
+TIMES = {
+    "day": ("int", DEBEZIUM_DATE, pa.int32()),
+    "at": ("long", MICRO_TIMESTAMP, pa.timestamp("us")),
+    "clock": ("int", "io.debezium.time.Time", pa.time64("us")),
+    "zoned": ("string", ZONED_TIMESTAMP, pa.string()),
+}
+"""Field → its type in Avro and Connect's name for it, and the type of its column."""
+
+
+def staged_layout(folder: Path, sink: Sink, *others: str) -> Layout:
+    """The layout of a staged topic with TIMES. ``others``: the types of ``at`` in further output schemas, as JSON."""
+    types: dict[str, Any] = {name: {"type": kind, "connect.name": note} for name, (kind, note, _) in TIMES.items()}
+    key = {"type": "record", "name": "Key", "fields": [{"name": "id", "type": "long"}]}
+    schemas: dict[str, str] = {}
+    for number, at in enumerate([types["at"], *map(json.loads, others)]):
+        fields = [{"name": name, "type": ["null", kind]} for name, kind in {**types, "at": at}.items()]
+        value = {"type": "record", "name": "Row", "fields": fields}
+        schemas[str(number)] = json.dumps({"key": {"schema": key}, "value": {"schema": value}})
+    kinds = {"int": pa.int32(), "long": pa.int64(), "string": pa.string()}
+    row = pa.struct([(name, kinds[kind]) for name, (kind, _, _) in TIMES.items()])
+    sides = {"key": pa.struct([("id", pa.int64())]), "value": row}
+    table = SinkTable("Staging", "t", "rows", staged=True)
+    return make_layout(sink, table, SqliteTarget(f"sqlite:///{folder}/shop.db"), sides, "", schemas, None, {})
+
+
+def unchanged(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return batch
+
+
+def column_types(layout: Layout) -> dict[str, pa.DataType]:
+    return {column.name: column.type for column in layout.spec.others}
+
+
+def test_a_number_of_a_staged_topic_is_a_time_by_the_output_schemas(tmp_path: Path) -> None:
+    sink = Sink("shop", "sqlite", "shop.db")
+    it = staged_layout(tmp_path, sink)
+    assert column_types(it) == {name: kind for name, (_, _, kind) in TIMES.items()}
+    assert [column.note for column in it.spec.others] == [note for _, note, _ in TIMES.values()]
+    # One schema of the topic says something else.
+    assert column_types(staged_layout(tmp_path, sink, '"long"'))["at"] == pa.int64()
+    # The numbers of a function stay what they were.
+    it = staged_layout(tmp_path, replace(sink, before=f"{__name__}:unchanged"))
+    assert column_types(it)["at"] == pa.int64()
+
+
+def test_a_table_that_has_numbers_for_the_times_of_a_staged_topic_keeps_them(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("CREATE TABLE rows (id INTEGER PRIMARY KEY, day INTEGER, moment BIGINT, clock TEXT)")
+    sink = Sink("shop", "sqlite", "shop.db", rename={"at": "moment"})
+    it = staged_layout(tmp_path, sink)
+    assert column_types(it) == {"day": pa.int32(), "moment": pa.int64(), "clock": pa.time64("us"), "zoned": pa.string()}
+
+
 def test_a_field_that_a_staged_record_leaves_out_meets_no_condition_and_fails_none() -> None:
     def schema(*names: str) -> str:
         fields = [{"name": name, "type": ["null", "string"]} for name in names]
-        return json.dumps({"value": {"schema": {"type": "record", "name": "Row", "fields": fields}}})
+        return json.dumps(
+            {"key": {"schema": None}, "value": {"schema": {"type": "record", "name": "Row", "fields": fields}}}
+        )
 
     sink = Sink("shop", "sqlite", "shop.db", where="value.v = 'a' AND value.n.a = 'b'")
     sides = {"key": pa.struct([("id", pa.int64())]), "value": ROW}

@@ -431,7 +431,7 @@ def test_debezium_values_go_into_the_types_of_postgres_that_they_come_from(serve
     read |= {name: json.dumps(values[name]) for name in ("place", "pairs")}
     assert found[1] == read
     assert (found[2]["code"], found[2]["bits"], found[2]["day"]) == ("ab        ", b"", -1)
-    assert target.padded(table) == {"code"}
+    assert target.columns_of(table, "padded") == {"code"}
     for name, value in (
         ("bits", b"\xff\xff"),
         ("big", 2**32),

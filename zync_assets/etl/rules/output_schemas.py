@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import Any, TypeAlias
@@ -227,6 +227,33 @@ def with_notes(kind: pa.DataType, notes: Notes, path: FieldPath = ()) -> pa.Data
     if kinds.is_map(kind):
         return pa.map_(kind.key_type, with_notes(kind.item_type, notes, (*path, "{}")))
     return kind
+
+
+def with_names(kind: pa.DataType, names: Mapping[str, str], is_number: Callable[[str], bool]) -> pa.DataType:
+    """A record's type with the names that Connect has for the types of its fields. ``names``: field → name; ``is_number``:
+    whether a field that is a whole number stays so, without a name. A timestamp of the lake is an instant without a name."""
+    if not pa.types.is_struct(kind):
+        return kind
+    fields: list[pa.Field] = []
+    for item in fields_of(kind):
+        name = original(item)
+        note = Note("" if pa.types.is_timestamp(item.type) else names.get(name, ""))
+        if note and not (pa.types.is_integer(item.type) and is_number(name)):
+            item = field_with_notes(item.name, item.type, connect=note, topic_name=name)
+        fields.append(item)
+    return pa.struct(fields)
+
+
+def type_names(texts: Iterable[str], side: str) -> dict[str, str]:
+    """Field of a side of output schemas → Connect's name for its type, if all schemas with the field have this name."""
+    names: dict[str, set[str]] = {}
+    for text in texts:
+        for field in record_fields(json.loads(text)[side]["schema"]) or ():
+            kinds = field["type"] if isinstance(field["type"], list) else [field["type"]]
+            names.setdefault(field["name"], set()).update(
+                kind.get("connect.name", "") if isinstance(kind, dict) else "" for kind in kinds if kind != "null"
+            )
+    return {field: name for field, (name, *others) in names.items() if name and not others}
 
 
 def record_fields(schema: Any) -> Sequence[Mapping[str, Any]] | None:
