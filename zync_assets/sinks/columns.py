@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +21,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.fields import connect_note_of, deletes_sql, fields_of, is_envelope, type_at
 from zync_assets.codecs.spark_types import original_name, spark_type
 from zync_assets.errors import SinkError, TargetRefused
-from zync_assets.etl.rules.output_schemas import type_names, value_fields, with_names
+from zync_assets.etl.rules.output_schemas import named_sides, value_fields
 from zync_assets.pipeline import Sink, SinkTable
 from zync_assets.sinks.fold import (
     CREATION,
@@ -214,13 +215,9 @@ def make_layout(
         deletes = f"CASE WHEN {NO_VALUE} OR value.op = 'd' THEN true WHEN value.after IS NOT NULL THEN false END"
     fields = {name: value_fields(text) for name, text in schemas.items()}
     if table.staged and sink.before is None:
-
-        def is_number(field_name: str) -> bool:
-            # Earlier versions made columns of numbers for the times of staged topics. They stay so.
-            numbers = target.columns_of(TableSpec(table.name, (), (), sink.mode), "number")
-            return sink.rename.get(field_name, field_name) in numbers
-
-        sides = {side: with_names(kind, type_names(schemas.values(), side), is_number) for side, kind in sides.items()}
+        # Earlier versions made columns of numbers for the times of staged topics. They stay so.
+        numbers = cache(lambda: target.columns_of(TableSpec(table.name, (), (), sink.mode), "number"))
+        sides = named_sides(sides, schemas.values(), lambda name: sink.rename.get(name, name) in numbers())
         kind = sides.get("value", pa.null())
     # A user's function changes values, so that the database can't give old rows the result of a default.
     fills = upserts and sink.before is None

@@ -229,9 +229,16 @@ def with_notes(kind: pa.DataType, notes: Notes, path: FieldPath = ()) -> pa.Data
     return kind
 
 
-def with_names(kind: pa.DataType, names: Mapping[str, str], is_number: Callable[[str], bool]) -> pa.DataType:
-    """A record's type with the names that Connect has for the types of its fields. ``names``: field → name; ``is_number``:
-    whether a field that is a whole number stays so, without a name. A timestamp of the lake is an instant without a name."""
+def named_sides(
+    sides: Mapping[str, pa.DataType], texts: Collection[str], is_number: Callable[[str], bool]
+) -> dict[str, pa.DataType]:
+    """The types of keys and values, with Connect's names for the types of their fields. ``texts``: the topic's output schemas;
+    ``is_number``: whether a field that is a whole number stays so, without a name."""
+    return {side: _with_names(kind, _type_names(texts, side), is_number) for side, kind in sides.items()}
+
+
+def _with_names(kind: pa.DataType, names: Mapping[str, str], is_number: Callable[[str], bool]) -> pa.DataType:
+    """A record's type with ``names`` (field → name). A timestamp of the lake is an instant without a name."""
     if not pa.types.is_struct(kind):
         return kind
     fields: list[pa.Field] = []
@@ -244,7 +251,7 @@ def with_names(kind: pa.DataType, names: Mapping[str, str], is_number: Callable[
     return pa.struct(fields)
 
 
-def type_names(texts: Iterable[str], side: str) -> dict[str, str]:
+def _type_names(texts: Iterable[str], side: str) -> dict[str, str]:
     """Field of a side of output schemas → Connect's name for its type, if all schemas with the field have this name."""
     names: dict[str, set[str]] = {}
     for text in texts:
