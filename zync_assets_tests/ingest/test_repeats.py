@@ -259,7 +259,7 @@ def restarts(draw: st.DrawFn) -> tuple[list[Event], list[int], list[list[OffsetR
     return sent, first_times, batches
 
 
-@settings(deadline=None, max_examples=75)
+@settings(deadline=None, max_examples=40)
 @given(restarts(), st.integers(1, 3))
 def test_each_change_is_there_once_however_ingest_is_cut(
     story: tuple[list[Event], list[int], list[list[OffsetRange]]], chunk: int

@@ -178,7 +178,7 @@ commits = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(commits, st.integers(1, 60), st.none() | st.integers(1, 30))
 def test_batches_have_the_sequence_of_one_sort_by_time_wherever_they_end(
     backlog: list[dict[tuple[str, int], list[tuple[int, int]]]], limit: int, most: int | None

@@ -331,6 +331,7 @@ def test_a_commit_that_is_late_for_a_cleaned_log_is_a_conflict(table: str, gone:
     assert rows(table) == [0, 0, 1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.slow
 def test_a_commit_costs_the_same_however_many_there_were(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted are the log entries that are read: one for each commit, checkpoints or not, and never the whole log."""
     commit(opened(table), [], {"m": 0})

@@ -119,6 +119,7 @@ def test_a_replay_after_later_records_names_the_partition_and_the_cure(late: Lat
     assert f"zync rebuild {it.pipeline.path}" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_replay_into_the_table_of_a_view_leaves_later_rows_and_says_nothing(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

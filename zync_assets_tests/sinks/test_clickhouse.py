@@ -454,6 +454,7 @@ sinks:
 """
 
 
+@pytest.mark.slow
 def test_records_are_appended_unless_a_value_was_not_sent(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

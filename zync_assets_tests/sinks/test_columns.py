@@ -374,6 +374,7 @@ def test_times_inside_a_struct_keep_their_microseconds(spark: SparkSession, tmp_
     ]
 
 
+@pytest.mark.slow
 def test_a_field_that_came_later_equals_a_null_in_rows_that_were_written_before(
     spark: SparkSession, tmp_path: Path
 ) -> None:
