@@ -422,6 +422,9 @@ def type_at(kind: pa.DataType | None, path: Sequence[str]) -> pa.DataType | None
     return kind
 
 
+NO_ROW = "an envelope without `after` changes a row only if its op is d"
+
+
 def is_envelope(value: pa.DataType) -> bool:
     """Whether values are those of Debezium: a struct with ``op`` and a row ``after``."""
     op, after = type_at(value, ["op"]), type_at(value, ["after"])

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.fields import connect_note_of, deletes_sql, fields_of, is_envelope, type_at
+from zync_assets.codecs.fields import NO_ROW, connect_note_of, deletes_sql, fields_of, is_envelope, type_at
 from zync_assets.codecs.spark_types import original_name, spark_type
 from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.etl.rules.output_schemas import named_sides, value_fields
@@ -185,7 +185,7 @@ def _deletes(batch: pa.RecordBatch) -> pa.BooleanArray:
     """Whether a record of a source's frame deletes its row. TargetRefused for a record that is no change of a row."""
     deletes = batch.column(IS_DELETE)
     if deletes.null_count:
-        raise TargetRefused("an envelope without `after` changes a row only if its op is d")
+        raise TargetRefused(NO_ROW)
     return deletes
 
 

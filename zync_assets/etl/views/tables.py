@@ -24,6 +24,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.fields import (
+    NO_ROW,
     Default,
     default_of,
     deletes_sql,
@@ -34,14 +35,7 @@ from zync_assets.codecs.fields import (
 )
 from zync_assets.codecs.spark_types import arrow_type, parse_ddl, spark_type
 from zync_assets.errors import EtlError, RegistryError
-from zync_assets.etl.rules.shapes import (
-    expression_type,
-    note_schema,
-    schema_of,
-    shape_type,
-    type_sql,
-    unify,
-)
+from zync_assets.etl.rules.shapes import expression_type, note_schema, schema_of, shape_type, type_sql, unify
 from zync_assets.lake.head import Head, TableEntry
 from zync_assets.lake.raw import ORDER, RawState
 from zync_assets.lake.raw_files import KAFKA_TYPE, ORDER_TYPE
@@ -260,6 +254,13 @@ class TableType:
         return spark_type(self.schema.field(self.table.row_column).type)
 
 
+_ENVELOPE_ROW = f"""CASE
+  WHEN value IS NOT NULL AND value.after IS NULL AND coalesce(value.op, '') NOT IN ('d', 't')
+  THEN raise_error({text_sql(NO_ROW)}) ELSE value.after END"""
+"""The row of an envelope. A flattened record in a topic of envelopes has none, and must not delete the row of its key. A truncate
+fails because it has no key."""
+
+
 def table_type(table: Table, frame: DataFrame, state: StagingState | None, raw: RawState | None = None) -> TableType:
     """The types of a table. ``frame``: the records of its topic, whose values have a schema; ``raw``: their raw table, for
     the defaults of columns.
@@ -267,7 +268,7 @@ def table_type(table: Table, frame: DataFrame, state: StagingState | None, raw: 
     Raises EtlError for an expression that Spark can't resolve, and FieldMissing for a missing field.
     """
     value = schema_of(frame)["value"].dataType
-    row_sql = table.row or ("value.after" if is_envelope(arrow_type(value)) else "value")
+    row_sql = table.row or (_ENVELOPE_ROW if is_envelope(arrow_type(value)) else "value")
     is_deleted = f"coalesce({table.deleted}, false)" if table.deleted is not None else deletes_sql(arrow_type(value))
     deleted = f"({is_deleted})"
     key = shape_type({"": frame}, table.key, f"table {table.name}", "key")

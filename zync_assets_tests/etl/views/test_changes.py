@@ -70,6 +70,21 @@ def test_a_truncate_leaves_the_rows_and_says_so(
     assert "A truncate of Debezium (its op is t) has no key: the table keeps its rows" in entry["text"]
 
 
+def test_a_flattened_record_among_envelopes_leaves_the_row_and_says_so(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """The connector was changed to send rows in place of envelopes."""
+    topic = f"{unique}.rows"
+    it = mini_of(make_pipeline(services, tmp_path, TEXT.format(topic=topic), partitions=1), spark)
+    it.send(topic, change(1, 1, "a", "c"), ('{"id": 1}', {"id": 1, "size": 2, "note": "b"}), change(2, 1, "c", "c"))
+    it.send(topic, ('{"id": 2}', None))
+    it.step()
+    assert it.values() == [{"size": 1, "note": "a"}]
+    (entry,) = it.ledger("quarantined")
+    assert entry["first"] == 1
+    assert "an envelope without `after` changes a row only if its op is d" in entry["text"]
+
+
 FLAT = TEXT.replace(
     '"op string, after struct<id bigint, size bigint, note string>"',
     '"id bigint, size bigint, note string, __deleted string"',
