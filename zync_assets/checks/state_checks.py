@@ -23,7 +23,7 @@ import pyarrow as pa
 from zync_assets.checks.sink_checks import sink_subject
 from zync_assets.codecs.fields import BITS
 from zync_assets.codecs.spark_types import rows_frame
-from zync_assets.errors import LakeError, SinkError, TableUnfit
+from zync_assets.errors import LakeError, SinkError, TableUnfit, TargetRefused
 from zync_assets.etl.views.query import removed_records
 from zync_assets.etl.views.rebuild import state_counts
 from zync_assets.etl.views.tables import stored_tables
@@ -234,7 +234,8 @@ def _filled(target: Target, spec: TableSpec) -> frozenset[str]:
 def _source_rows(table_layout: Layout, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """The rows that the source makes: key, values (null: deleted), and which columns were set."""
     other_names = [column.name for column in table_layout.spec.others]
-    for batch in loaded(table_layout, (batch for batch in batches if batch.num_rows)):
+    parts = (part for batch in batches if batch.num_rows for part in _acceptable(table_layout, batch))
+    for batch in loaded(table_layout, parts):
         rows = batch.to_pylist()
         yield _batch(
             name=[_key(table_layout.spec, row) for row in rows],
@@ -242,6 +243,19 @@ def _source_rows(table_layout: Layout, batches: Iterable[pa.RecordBatch]) -> Ite
             # Updates alone tell nothing of a row that records before them made.
             marks=[None if row[OP] == UPDATE else row[SET] or "1" * len(other_names) for row in rows],
         )
+
+
+def _acceptable(table_layout: Layout, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """The records of a batch without those that no load takes. Quarantine does not have them after they were dropped."""
+    try:
+        for _ in loaded(table_layout, [batch]):
+            pass
+    except TargetRefused:
+        middle = batch.num_rows // 2
+        for half in (batch.slice(0, middle), batch.slice(middle)) if middle else ():
+            yield from _acceptable(table_layout, half)
+    else:
+        yield batch
 
 
 def _table_rows(target: Target, spec: TableSpec, _: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
