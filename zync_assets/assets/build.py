@@ -84,6 +84,15 @@ def _conflict(names: Names, neighbour: Names) -> str | None:
                 f"{files} both name table {pool_path(pool, topic)} of lake {lake}, and a table is one asset. Write the rules of"
                 f" both files into one file, or name another pool than {pool} in one of them"
             )
+    outputs = (
+        {item.topic for item in neighbour_pipeline.outputs} if _brokers(names) & _brokers(neighbour) else set[str]()
+    )
+    for output in pipeline.outputs:
+        if output.topic in outputs:
+            return (
+                f"{files} both publish topic {output.topic}, and a topic has one publisher: the numbers of staging are the"
+                " offsets of Kafka. Name another topic in one of them"
+            )
     common = {item.topic for item in pipeline.inputs} & {item.topic for item in neighbour_pipeline.inputs}
     common_keys = {names.topic_key(topic) for topic in common} if _same_brokers(names, neighbour) else set[AssetKey]()
     assets = _assets(neighbour)
@@ -112,7 +121,9 @@ def _assets(names: Names) -> dict[AssetKey, str]:
             places[names.pool_key(item.pool, item.topic)] = f"the table of lake {pipeline.lake}"
     for sink in pipeline.sinks:
         for table in sink.tables:
-            places[names.sink_key(sink.name, table.name)] = f"the table {table.name} of the sink {sink.name}"
+            places[names.sink_key(sink.name, table.name)] = (
+                f"the table {table.name} of the sink {sink.name} of {pipeline.name}"
+            )
     return places
 
 

@@ -159,13 +159,21 @@ def test_one_asset_key_of_two_tables_is_an_error_with_the_cure(tmp_path: Path, t
     Definitions.validate_loadable(Definitions.merge(made, build_definitions(b, key_prefix="b")))
 
 
-def test_one_topic_of_two_brokers_or_of_two_publishers_is_an_error_with_the_cure(tmp_path: Path, topic: str) -> None:
+def test_two_publishers_of_one_topic_are_an_error_whatever_their_prefixes(tmp_path: Path, topic: str) -> None:
+    a, other = pipeline(tmp_path, "a", topic), pipeline(tmp_path, "b", topic)
+    made = build_definitions(a, key_prefix="a")
+    other.path.write_text(other.path.read_text().replace(f"{topic}-b", f"{topic}-a"))
+    text = refused(made, load_pipeline(other.path))
+    assert text.startswith(f"{a.path} and {other.path} both publish topic {topic}-a, and a topic has one publisher")
+    assert "Name another topic in one of them" in text
+
+
+def test_one_topic_of_two_brokers_or_of_two_roles_is_an_error_with_the_cure(tmp_path: Path, topic: str) -> None:
     a, other = pipeline(tmp_path, "a", topic), pipeline(tmp_path, "b", topic)
     made = build_definitions(a)
     text = other.path.read_text()
     for edited, what in (
         (text.replace("192.0.2.1", "192.0.2.2"), (topic, "input", "192.0.2.1", "input", "192.0.2.2")),
-        (text.replace(f"{topic}-b", f"{topic}-a"), (f"{topic}-a", "output", "192.0.2.1", "output", "192.0.2.1")),
         (text.replace(f"{topic},", f"{topic}-a,"), (f"{topic}-a", "output", "192.0.2.1", "input", "192.0.2.1")),
     ):
         other.path.write_text(edited)
