@@ -17,6 +17,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from confluent_kafka import KafkaError as ClientError
@@ -285,6 +286,9 @@ class Connection:
             return self._authorization_error(doing, "topic", topic, needs)
         if group is not None and cause.code() == ClientError.GROUP_AUTHORIZATION_FAILED:
             return self._authorization_error(doing, "group", group, needs)
+        for name, path in self._kafka.items():
+            if name.endswith(".location") and name in cause.str() and not Path(path).exists():
+                return KafkaError(f"{doing} at {self.servers}: {name}: there is no {path}; correct the path")
         return KafkaError(f"{doing} at {self.servers}: {cause.str()} ({cause.name()})")
 
     def _authorization_error(self, doing: str, kind: str, name: str, needs: Operation) -> NotAuthorized:

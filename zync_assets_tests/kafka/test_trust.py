@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from confluent_kafka import KafkaError as ClientError
 
+from zync_assets.errors import KafkaError
 from zync_assets.kafka.client import Connection
+from zync_assets.kafka.topics import create_topic
 from zync_assets.kafka.trust import is_refusal, trust_error
 
 TOKEN = "Failed to acquire SASL OAUTHBEARER token: "
@@ -59,3 +61,10 @@ def test_tls_at_a_listener_without_tls_has_its_cure() -> None:
     assert "; correct security.protocol, or the port" in str(connection.unavailable("reading t"))
     connection.trouble = None
     assert str(connection.unavailable("reading t")).endswith("; check bootstrap.servers and that the broker is up")
+
+
+@pytest.mark.parametrize("name", ["ssl.ca.location", "ssl.certificate.location", "ssl.key.location"])
+def test_a_file_that_is_missing_is_named(name: str) -> None:
+    kafka = {"bootstrap.servers": "h:1", "security.protocol": "SSL", name: "/absent/file.pem"}
+    with pytest.raises(KafkaError, match=f" at h:1: {name}: there is no /absent/file.pem; correct the path"):
+        create_topic(kafka, "t", 1, 1, {})
