@@ -17,7 +17,6 @@ import shlex
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from confluent_kafka import KafkaError as ClientError
@@ -32,7 +31,7 @@ from zync_assets.errors import (
     TopicMissing,
     ZyncError,
 )
-from zync_assets.kafka.trust import is_refusal, listener_cure, trust_error
+from zync_assets.kafka.trust import is_refusal, listener_cure, missing_file, trust_error
 
 Token: TypeAlias = "tuple[str, float] | tuple[str, float, str, dict[str, str]]"
 """The token and when it ends (seconds since the epoch); then perhaps a principal and SASL extensions (RFC 7628)."""
@@ -286,10 +285,11 @@ class Connection:
             return self._authorization_error(doing, "topic", topic, needs)
         if group is not None and cause.code() == ClientError.GROUP_AUTHORIZATION_FAILED:
             return self._authorization_error(doing, "group", group, needs)
-        for name, path in self._kafka.items():
-            if name.endswith(".location") and name in cause.str() and not Path(path).exists():
-                return KafkaError(f"{doing} at {self.servers}: {name}: there is no {path}; correct the path")
-        return KafkaError(f"{doing} at {self.servers}: {cause.str()} ({cause.name()})")
+        reason = f"{cause.str()} ({cause.name()})"
+        if cause.code() == ClientError._INVALID_ARG and "ssl.key.location" in reason:
+            reason += "; check ssl.key.password, and that the key is that of ssl.certificate.location"
+        fault = missing_file(self._kafka) if cause.code() == ClientError._INVALID_ARG else None
+        return KafkaError(f"{doing} at {self.servers}: {fault or reason}")
 
     def _authorization_error(self, doing: str, kind: str, name: str, needs: Operation) -> NotAuthorized:
         """The error for a missing right, with the command that grants it. A user's name is no secret."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
-from zync_assets.kafka.trust import explanation
+from zync_assets.kafka.trust import explanation, missing_file
 from zync_assets.pipeline import RegistryConfig
 from zync_assets.private import of, private
 
@@ -250,7 +250,8 @@ def _request_once(config: RegistryConfig, request: Callable[[], T], label: str) 
     except (json.JSONDecodeError, TypeError, AttributeError):
         raise RegistryError(f"{at}: {label}: the answer is not one of a registry; check `registry:`") from None
     except (ValueError, OSError, httpx.InvalidURL) as error:
-        raise RegistryError(f"{at}: {label}: {_redact(str(error), config)}; check `registry:`") from None
+        fault = missing_file(config.properties) or f"{_redact(str(error), config)}; check `registry:`"
+        raise RegistryError(f"{at}: {label}: {fault}") from None
 
 
 def _answer_error(config: RegistryConfig, error: SchemaRegistryError, at: str, label: str) -> RegistryError:

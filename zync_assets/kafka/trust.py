@@ -30,6 +30,14 @@ _TIMES = {9: "is not valid yet", 10: "has expired"}  # X509_V_ERR_CERT_NOT_YET_V
 _UNKNOWN_ISSUER = frozenset({18, 19, 20, 21})  # self-signed, or an issuer that is in no list of trusted ones
 
 
+def missing_file(properties: Mapping[str, str]) -> str | None:
+    """The first property that names a file that is not there, with the cure. Libraries give OpenSSL's code, or no name."""
+    for name, path in properties.items():
+        if name.endswith(".location") and path and not Path(path).exists():
+            return f"{name}: there is no {path}; correct the path"
+    return None
+
+
 def certificate_fault(host: str, port: int, ca: str | None, ca_name: str, address_name: str) -> str | None:
     """The fault of the certificate at ``host:port``, with the cure; None for a valid certificate or without an answer.
 

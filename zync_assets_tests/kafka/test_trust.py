@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from confluent_kafka import KafkaError as ClientError
 
-from zync_assets.errors import KafkaError
+from zync_assets.errors import KafkaError, RegistryError
 from zync_assets.kafka.client import Connection
+from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic
 from zync_assets.kafka.trust import is_refusal, trust_error
+from zync_assets.pipeline import RegistryConfig
+from zync_assets_tests.network.certificates import Authority
 
 TOKEN = "Failed to acquire SASL OAUTHBEARER token: "
 
@@ -68,3 +73,12 @@ def test_a_file_that_is_missing_is_named(name: str) -> None:
     kafka = {"bootstrap.servers": "h:1", "security.protocol": "SSL", name: "/absent/file.pem"}
     with pytest.raises(KafkaError, match=f" at h:1: {name}: there is no /absent/file.pem; correct the path"):
         create_topic(kafka, "t", 1, 1, {})
+    with pytest.raises(RegistryError, match=f": {name}: there is no /absent/file.pem; correct the path"):
+        Registry(RegistryConfig("https://127.0.0.1:1", {name: "/absent/file.pem"})).subjects()
+
+
+def test_a_key_that_its_password_does_not_open_has_its_cure(tmp_path: Path) -> None:
+    client = Authority(tmp_path, "authority").client("client")
+    kafka = {"ssl.certificate.location": str(client.certificate), "ssl.key.location": str(tmp_path)}
+    with pytest.raises(KafkaError, match=r"ssl.key.location failed: .*; check ssl.key.password, and that the key"):
+        create_topic({"bootstrap.servers": "h:1", "security.protocol": "SSL", **kafka}, "t", 1, 1, {})
