@@ -26,7 +26,7 @@ from zync_assets.codecs.spark_types import original_name
 from zync_assets.errors import LakeError
 from zync_assets.etl.hold import possible_outputs
 from zync_assets.etl.rules import kind_of
-from zync_assets.etl.rules.output_schemas import value_fields
+from zync_assets.etl.rules.output_schemas import side_fields
 from zync_assets.lake import raw, staging
 from zync_assets.lake.parquet_rows import DamagedFile, rows_at
 from zync_assets.lake.snapshot import Snapshot
@@ -243,7 +243,7 @@ def _output(state: StagingState, topic: str, partition: int, offset: int) -> dic
     if row is None or not isinstance(value, dict):
         return row
     _, schema = state.head.schemas.get(row.get("schema") or "", ("", ""))
-    fields = value_fields(schema) if schema else None
+    fields = side_fields(schema, "value") if schema else None
     sent = {name: item for name, item in value.items() if fields is None or original_name(name) in fields}
     return {**row, staging.value_column(topic): _without(sent, ("value",), row.get("left_out") or ())}
 

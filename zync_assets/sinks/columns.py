@@ -21,7 +21,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.fields import NO_ROW, connect_note_of, deletes_sql, fields_of, is_envelope, type_at
 from zync_assets.codecs.spark_types import original_name, spark_type
 from zync_assets.errors import SinkError, TargetRefused
-from zync_assets.etl.rules.output_schemas import named_sides, value_fields
+from zync_assets.etl.rules.output_schemas import named_sides, side_fields, split_key
 from zync_assets.pipeline import Sink, SinkTable
 from zync_assets.sinks.fold import (
     CREATION,
@@ -213,7 +213,7 @@ def make_layout(
     if envelope:
         root, kind = "value.after", kind.field("after").type
         deletes = f"CASE WHEN {NO_VALUE} OR value.op = 'd' THEN true WHEN value.after IS NOT NULL THEN false END"
-    fields = {name: value_fields(text) for name, text in schemas.items()}
+    fields = {name: side_fields(text, "value") for name, text in schemas.items()}
     if table.staged and sink.before is None:
         # Earlier versions made columns of numbers for the times of staged topics. They stay so.
         numbers = cache(lambda: target.columns_of(TableSpec(table.name, (), (), sink.mode), "number"))
@@ -225,6 +225,13 @@ def make_layout(
     values = {item.column.name: item for item in _side(root, kind, "value", partial)}
     in_key = {name: _with_before(item, kind, before) for name, item in values.items()} if envelope else values
     keys = _key(sink, table, sides, in_key)
+    if upserts and not sink.key and (forms := split_key(schemas.values())):
+        own, texts = forms[-1][0], " or ".join("(" + ", ".join(form) + ")" for form in forms)
+        names = ", ".join(sorted({f"key.{name}" for form in forms for name in form}))
+        raise SinkError(
+            f"sink {sink.name}, {table.source}: the keys of the records are {texts}, because a rule was edited. Say in a sink of"
+            f" its own what the key of the table is, such as key: [{own}] and before: {{set: {{{own}: 'coalesce({names})'}}}}."
+        )
     if sink.mode == "insert":
         places = [_coordinate(name, f"kafka_{name}") for name in COORDINATES]
         of_key = {} if "key" not in sides else {item.column.name: item for item in _side("key", sides["key"], "key")}

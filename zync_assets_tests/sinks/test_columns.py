@@ -308,9 +308,8 @@ def test_a_table_that_has_numbers_for_the_times_of_a_staged_topic_keeps_them(tmp
 def test_a_field_that_a_staged_record_leaves_out_meets_no_condition_and_fails_none() -> None:
     def schema(*names: str) -> str:
         fields = [{"name": name, "type": ["null", "string"]} for name in names]
-        return json.dumps(
-            {"key": {"schema": None}, "value": {"schema": {"type": "record", "name": "Row", "fields": fields}}}
-        )
+        value = {"type": "record", "name": "Row", "fields": fields}
+        return json.dumps({"key": {"schema": None}, "value": {"schema": value}})
 
     sink = Sink("shop", "sqlite", "shop.db", where="value.v = 'a' AND value.n.a = 'b'")
     sides = {"key": pa.struct([("id", pa.int64())]), "value": ROW}

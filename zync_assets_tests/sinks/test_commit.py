@@ -1115,6 +1115,28 @@ def test_a_key_by_sql_that_was_not_sent_or_fails_puts_its_record_aside(
     assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
 
 
+def test_keys_of_other_fields_since_an_edit_are_named_with_a_cure_that_works(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, TEXT)
+    it.send(it.left, row(1, "a"), row(2, "b"), row(3, "c"))
+    it.step()
+    write(it)
+    other = TEXT.replace("key: {id: in.value.id}", "key: {number: in.value.id}")
+    it = it.edited(other)
+    it.send(it.left, row(1, "A"), row(2, op="d"))
+    it.step()
+    cure = "key: [number] and before: {set: {number: 'coalesce(key.id, key.number)'}}"
+    words = "the keys of the records are (id) or (number), because a rule was edited"
+    with pytest.raises(SinkError, match=re.escape(words)) as caught:
+        write(it)
+    assert f"{cure}." in str(caught.value)
+    sink = "name: cured, type: sqlite, url: shop.db, from: [Staging.$out], table: cured"
+    it = it.edited(f"{other[: other.index('sinks:')]}sinks:\n  - {{{sink}, {cure.replace(' and ', ', ')}}}\n")
+    write(it)
+    assert rows(it, "SELECT number, v FROM cured ORDER BY number") == [(1, "A"), (3, "c")]
+
+
 POINTS = ("sink:prepared", "sink:loaded", "sink:merging", "sink:merged")
 """The crash points of a sink."""
 

@@ -391,7 +391,14 @@ def is_empty(schema: str) -> bool:
     return record_fields(json.loads(schema)) == []
 
 
-def value_fields(text: str) -> frozenset[str] | None:
-    """The fields of an output schema's value; None for a value that is no record."""
-    fields = record_fields(json.loads(text)["value"]["schema"])
+def side_fields(text: str, side: str) -> frozenset[str] | None:
+    """The fields of an output schema's key or value; None for one that is no record."""
+    fields = record_fields(json.loads(text)[side]["schema"])
     return None if fields is None else frozenset(item["name"] for item in fields)
+
+
+def split_key(texts: Iterable[str]) -> list[list[str]]:
+    """The fields of each key in the output schemas of a topic, if no key has the fields of all of them; else nothing."""
+    forms = {side_fields(text, "key") for text in texts}
+    keys = {form for form in forms if form is not None}
+    return sorted(map(sorted, keys)) if keys == forms and frozenset().union(*keys) not in keys else []
