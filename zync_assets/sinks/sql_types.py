@@ -440,11 +440,11 @@ def advice(
     connection: Connection, name: str, statements: Sequence[tuple[int, str, Any]], hopeless: Sequence[str]
 ) -> str:
     """The text of TableUnfit. ``statements``: the statements that the sink may not run, as (level of `evolve`, problem, DDL).
-    ``hopeless``: the problems that no DDL of the sink cures."""
-    text = f"table {name}: {'; '.join([problem for _, problem, _ in statements] + list(hopeless))}"
-    text = text if text.endswith(";") else f"{text}."
-    ddl = "".join(f"\n{ddl_text(item, connection)};" for _, _, item in statements)
+    ``hopeless``: the problems that no DDL of the sink cures. Their cures come last: an index may be on a new column."""
+    words = "; ".join([problem for _, problem, _ in statements] or hopeless)
     if not statements:
-        return text
+        return f"table {name}: {words}{'' if words.endswith(';') else '.'}"
+    ddl = "".join(f"\n{ddl_text(item, connection)};" for _, _, item in statements)
     word = {1: "add", 2: "widen"}[max(level for level, _, _ in statements)]
-    return f"{text} Set evolve: {word}, or run:{ddl}"
+    rest = f"\nAfter that: {'; '.join(hopeless)}" if hopeless else ""
+    return f"table {name}: {words}. Set evolve: {word}, or run:{ddl}{rest}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sqlite3
 import subprocess
 from dataclasses import replace
@@ -100,6 +101,17 @@ def test_a_number_of_days_becomes_a_date_in_a_new_column_alone(tmp_path: Path) -
     with sqlite3.connect(tmp_path / "it.db") as connection:
         rows = connection.execute("SELECT old, day FROM rows ORDER BY id").fetchall()
     assert rows == [(-1, None), (19782, "2024-02-29"), (None, "1969-12-31")]
+
+
+def test_the_statements_for_a_key_column_that_is_missing_run_in_their_order(tmp_path: Path) -> None:
+    target, table = SqliteTarget(f"sqlite:///{tmp_path}/it.db"), spec(id=pa.string(), v=pa.string())
+    with sqlite3.connect(tmp_path / "it.db") as connection:
+        connection.execute("CREATE TABLE rows (v TEXT)")
+    with pytest.raises(TableUnfit) as error:
+        target.prepare(table, create=False, evolve="none")
+    with sqlite3.connect(tmp_path / "it.db") as connection:
+        connection.executescript("".join(re.findall("(?:ALTER|CREATE) .*?;", str(error.value))))
+    target.prepare(table, create=False, evolve="none")
 
 
 def test_a_text_does_not_go_into_a_column_that_would_make_it_a_number(tmp_path: Path) -> None:
