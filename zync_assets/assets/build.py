@@ -88,7 +88,7 @@ def _conflict(names: Names, neighbour: Names) -> str | None:
         {item.topic for item in neighbour_pipeline.outputs} if _brokers(names) & _brokers(neighbour) else set[str]()
     )
     for output in pipeline.outputs:
-        if output.topic in outputs:
+        if output.topic in outputs and names.topic_key(output.topic) == neighbour.topic_key(output.topic):
             return (
                 f"{files} both publish topic {output.topic}, and a topic has one publisher: the numbers of staging are the"
                 " offsets of Kafka. Name another topic in one of them"
