@@ -258,9 +258,7 @@ def make_layout(
         replace(
             item,
             column=replace(
-                item.column,
-                name=sink.rename.get(name, name),
-                as_json=not target.is_native(item.column.type),
+                item.column, name=sink.rename.get(name, name), as_json=not target.is_native(item.column.type)
             ),
         )
         for name, item in columns.items()
