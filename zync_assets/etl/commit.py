@@ -285,10 +285,11 @@ def _attempt(transform: Transform, pending: PendingRecords, failures: Failures, 
     numbering = Numbering(transform, uri, folder, outputs)
     is_staged = False
     try:
-        views = view_batch(transform.stage(failures), uri, folder, numbering.columns)
         if plan.recomputed is None:
+            views = view_batch(transform.stage(failures), uri, folder, numbering.columns)
             rows = result_rows(transform, pending, failures, numbering.columns, views)
         else:
+            # Views wait for the next batch: the result rows of this one are those of event rules alone.
             rows = rebuild_rows(transform)
         results = numbering.results(rows, pending.hold)
         results.facts += views.facts if views is not None else ()

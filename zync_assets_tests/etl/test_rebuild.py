@@ -334,6 +334,39 @@ def test_look_ups_beside_a_view(make: Make) -> None:
     sound(edited, it.out, view)
 
 
+VIEWS = """
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: json, create: {}}
+  - {topic: $out.view, pool: Staging, value-format: json, create: {}}
+  - {topic: $out.more, pool: Staging, value-format: json, create: {}}
+transforms:
+  - {name: copy, type: stateless, in: $left, out: $out, key: in.key, value: {l: in.value.v}}
+  - {name: view, type: view, tables: {r: {topic: $right, row: value}}, from: r, out: $out.view, key: {id: r.id},
+     value: {v: r.v}}
+"""
+
+
+@pytest.mark.slow
+def test_a_new_view_has_no_result_after_the_rebuild_of_event_rules(make: Make) -> None:
+    """The next batch makes the result."""
+    text = BOTH[: BOTH.index("outputs:")] + VIEWS
+    it = make(text)
+    view, more = f"{it.out}.view", f"{it.out}.more"
+    it.send(it.right, ("k1", row(1, "A")))
+    it.send(it.left, ("k1", row(1, "x")))
+    it.step()
+    view_text = text[text.index("  - {name: view") :]
+    edited = it.edited(
+        text.replace("in.value.v", "upper(in.value.v)")
+        + view_text.replace("name: view", "name: more").replace("$out.view", "$out.more")
+    )
+    rebuilt(edited, it.out)
+    assert rows(edited) == {"k1": {"l": "X"}} and edited.staged(more) == []
+    edited.etl()
+    assert [item["value"]["v"] for topic in (view, more) for item in edited.staged(topic)] == ["A", "A"]
+    sound(edited, it.out, view, more)
+
+
 @pytest.mark.slow
 def test_a_look_up_at_a_rebuild_finds_the_rows_of_now_and_the_rebuild_of_a_view_leaves_its_outputs(
     make: Make, caplog: pytest.LogCaptureFixture
