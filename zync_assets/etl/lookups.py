@@ -26,7 +26,7 @@ from zync_assets.lake.log import DataFile
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Rule
 from zync_assets.queries import Lookup
-from zync_assets.spark.sql import leaves, name_sql, text_sql
+from zync_assets.spark.sql import name_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -100,9 +100,7 @@ def row_frames(rule: Rule, frames: Mapping[str, DataFrame], state: StagingState 
 
 def row_sql(rule: Rule, item: Lookup, kind: DataType) -> str:
     """The row under its alias, with the columns that the rule needs."""
-    texts = [sql for shape in (rule.key, rule.value, rule.headers, rule.keep) for _, sql in leaves(shape, "")]
-    texts += [row_key for _, row_key in item.on]
-    return f"{pruned_sql(used_columns(texts, item.alias), kind, 'row')} AS {name_sql(item.alias)}"
+    return f"{pruned_sql(used_columns(rule, item.alias), kind, 'row')} AS {name_sql(item.alias)}"
 
 
 @dataclass(frozen=True)

@@ -367,7 +367,7 @@ def _new_views(
 ) -> tuple[tuple[str, ...], bool]:
     """The views without a result whose tables the pool has, and whether rows of a table lack the default of a column. The state
     has the tables by the lake's names."""
-    if state is None or not any(rule.view is not None for rule in pipeline.rules_of(pool)):
+    if state is None or not any(rule.tables for rule in pipeline.rules_of(pool)):
         return (), False
     # Here alone: Spark's workers load this module, and need no SQL parser.
     from zync_assets.etl.views.query import unfilled_tables

@@ -222,8 +222,12 @@ def pruned_sql(columns: Sequence[str] | None, kind: DataType, row: str) -> str:
     return f"CASE WHEN {row} IS NOT NULL THEN named_struct({pairs}) END"
 
 
-def used_columns(texts: Sequence[str], alias: str) -> list[str] | None:
-    """The columns of an alias that expressions name; None: all."""
+def used_columns(rule: Rule, alias: str) -> list[str] | None:
+    """The columns that a rule needs of the row under an alias; None: all."""
+    if rule.view is not None:
+        return Query(rule).used[alias]
+    texts = [sql for shape in (rule.key, rule.value, rule.headers, rule.keep) for _, sql in leaves(shape, "")]
+    texts += [row_key for item in rule.lookups if item.alias == alias for _, row_key in item.on]
     return _columns({reference for sql in texts for reference in references(sql, [alias])}, alias)
 
 
@@ -302,17 +306,17 @@ def _columns(found: set[Reference], alias: str) -> list[str] | None:
 
 
 def unfilled_tables(rules: Iterable[Rule], state: StagingState, raw: Mapping[str, RawState | None]) -> set[str]:
-    """The tables whose stored rows lack the default of a column that a view uses. The state is made again then, unless retention
-    removed raw records of the table. ``raw``: input topic → its raw table."""
+    """The tables whose stored rows lack the default of a column that a view or a look-up uses. The state is made again then,
+    unless retention removed raw records of the table. ``raw``: input topic → its raw table."""
     tables: set[str] = set()
     for rule in rules:
-        for item in rule.view.tables if rule.view is not None else ():
+        for item in rule.tables:
             table, raw_state = table_of(item), raw.get(item.topic)
             entry = state.head.tables.get(table.name)
             if raw_state is None or entry is None:
                 continue
             names = column_defaults(table, raw_state).keys() - set(stored_table(table.name, entry).defaults)
-            used = Query(rule).used[item.alias] if names else []
+            used = used_columns(rule, item.alias) if names else []
             is_used = used is None or bool({name.lower() for name in names} & {name.lower() for name in used})
             if is_used and not removed_records(state, raw_state, table.topic):
                 tables.add(table.name)

@@ -177,6 +177,50 @@ def test_rows_from_before_a_column_have_its_default(
     assert len(it.staged(out)) == staged
 
 
+LOOK = (
+    AVRO[: AVRO.index("transforms:")]
+    + """
+transforms:
+  - type: stateless
+    in: {right}
+    lookup: {{o: {{table: {left}, on: o.id = in.value.order_id, missing: wait}}}}
+    key: in.key
+    value: {{status: o.status}}
+    out: {out}
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_look_up_sees_the_default_of_rows_from_before_a_column(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    topics = Topics(services, spark, tmp_path, unique)
+    names = {"left": topics.it.left, "right": topics.it.right, "out": topics.it.out}
+    topics.it = it = mini_of(make_pipeline(services, tmp_path, LOOK.format(**names)), spark)
+    wider = schema(*ORDER_FIELDS, ("region", ["string", "null"]))
+    wider["fields"][-1]["default"] = "eu"
+    topics.send(it.left, ORDER, {"id": 1, "status": "new"})
+    topics.send(it.right, LINE, {"id": 7, "order_id": 1})
+    it.step()
+    topics.send(it.left, wider, {"id": 2, "status": "new", "region": "us"})
+    topics.send(it.right, LINE, {"id": 8, "order_id": 2}, {"id": 9, "order_id": 1})
+    it.ingest()
+    it = mini_of(
+        make_pipeline(
+            services, tmp_path, LOOK.replace("status:", "region:").replace("o.status", "o.region").format(**names)
+        ),
+        spark,
+    )
+    for _ in range(2):
+        assert it.etl() is not None
+    assert it.etl() is None
+    assert {row["key"]["id"]: row["value"] for row in it.staged()[1:]} == {
+        8: {"status": None, "region": "us"},
+        9: {"status": None, "region": "eu"},
+    }
+
+
 NAMES = """
 inputs:
   - {{topic: {left}, pool: Raw, format: connect-json}}
