@@ -139,9 +139,10 @@ def _reading(pipeline: Pipeline, batch: RawBatch) -> RangeReading:
 def _table_schema(plan: IngestPlan, files: BatchFiles, writers: Sequence[WriterSchema]) -> pa.Schema:
     """The raw table's columns after the batch, with the notes of Kafka Connect and the writers that lack a field."""
     schema = source.with_side_notes(files.schema, plan.state.schema if plan.state else None, files.notes)
-    if plan.input.shape is None:
-        schema = source.with_lacking_fields(schema, files.source, plan.state, writers)
-    return schema
+    # The fields of a side that a shape makes are not those of its writers.
+    made_sides = plan.input.shape.sides if plan.input.shape is not None else {}
+    own_writers = [writer for writer in writers if writer.side not in made_sides]
+    return source.with_lacking_fields(schema, files.source, plan.state, own_writers)
 
 
 def _advance(

@@ -812,10 +812,12 @@ sinks:
 """
 
 
+@pytest.mark.parametrize("shape", ["", ", shape: {where: value.id > 0}"])
 def test_a_field_that_the_writer_s_schema_lacks_leaves_its_column(
-    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, shape: str
 ) -> None:
-    it = mini(services, spark, tmp_path, unique, TWO_WRITERS)
+    """A shape that filters whole records makes no other fields."""
+    it = mini(services, spark, tmp_path, unique, TWO_WRITERS.replace("avro}", f"avro{shape}}}"))
     registry = Registry(RegistryConfig(services.registry_url))
 
     def record(key: int, **fields: object) -> tuple[bytes, bytes]:
