@@ -133,13 +133,18 @@ def stored_table(name: str, entry: TableEntry) -> Table:
     return Table(name, entry.topic, **definition, defaults=defaults)
 
 
+_ROWS = {"value": (), "value.after": ("after",)}
+"""``row`` of a table → the path of the row in the value, where the row has the columns of the topic's records."""
+
+
 def column_defaults(table: Table, raw: RawState | None) -> dict[str, Default]:
-    """The columns of a table's rows that came after some of the raw records, with their defaults. None of a row that the user's
-    expression makes."""
-    if raw is None or not raw.with_ids or table.row is not None or "value" not in raw.schema.names:
+    """The columns of a table's rows that came after some of the raw records, with their defaults. None of a row that another
+    expression of the user makes."""
+    if raw is None or not raw.with_ids or "value" not in raw.schema.names:
         return {}
     value = raw.schema.field("value").type
-    row = type_at(value, ["after"]) if is_envelope(value) else value
+    path = _ROWS.get(table.row or ("value.after" if is_envelope(value) else "value"))
+    row = type_at(value, path) if path is not None else None
     items = fields_of(row) if row is not None and pa.types.is_struct(row) else []
     return {item.name: default for item in items if (default := default_of(item)) is not None}
 

@@ -183,7 +183,7 @@ LOOK = (
 transforms:
   - type: stateless
     in: {right}
-    lookup: {{o: {{table: {left}, on: o.id = in.value.order_id, missing: wait}}}}
+    lookup: {{o: {{table: {left}, row: value, on: o.id = in.value.order_id, missing: wait}}}}
     key: in.key
     value: {{status: o.status}}
     out: {out}
@@ -219,6 +219,7 @@ def test_a_look_up_sees_the_default_of_rows_from_before_a_column(
         8: {"status": None, "region": "us"},
         9: {"status": None, "region": "eu"},
     }
+    assert state_equals_raw(it.pipeline, "Staging", lambda: spark).passed
 
 
 NAMES = """
