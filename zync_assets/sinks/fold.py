@@ -223,10 +223,10 @@ class PartialRecords:
         if text is None or not self.fills:
             return None
         condition = self._lacks_later(item, name) if default is None else frames.schema_condition(default.ids)
-        return None if condition is None else (condition, pa.array([text]).cast(item.type))
+        return condition, pa.array([text]).cast(item.type)
 
-    def _lacks_later(self, item: pa.Field, name: str) -> str | None:
-        """The condition for a staged record without a field, as SQL; None if the field did not come with its source."""
+    def _lacks_later(self, item: pa.Field, name: str) -> str:
+        """The condition for a staged record without a field that came later, as SQL."""
         named_fields = {print_: fields for print_, fields in self.schemas.items() if fields is not None}
         prints = sorted(print_ for print_, fields in named_fields.items() if name not in fields)
         # An earlier schema lacks only fields that came later. The records of another rule lack other fields, too.
@@ -236,8 +236,9 @@ class PartialRecords:
             for print_ in prints
             for fields in later
         )
+        # A batch that has records from before the field and from after it has one schema for both.
         left_out = f"coalesce(array_contains(left_out, {text_sql(path_sql(('value', item.name)))}), false)"
-        return f"schema IN ({', '.join(map(text_sql, prints))}) OR {left_out}" if came else None
+        return f"schema IN ({', '.join(map(text_sql, prints))}) OR {left_out}" if came else left_out
 
     def unset(self, item: pa.Field) -> str | None:
         """Whether a record leaves out a field of its row, as SQL that may be null; None if no record of a raw table does."""

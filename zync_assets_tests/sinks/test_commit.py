@@ -926,8 +926,9 @@ sinks:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("batches", ["several", "one"])
 def test_staged_rows_from_before_a_column_have_its_default(
-    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, batches: str
 ) -> None:
     """Whole rows that pass through a rule. A record of another rule may make the row first."""
     it = mini(services, spark, tmp_path, unique, STAGED)
@@ -944,8 +945,9 @@ def test_staged_rows_from_before_a_column_have_its_default(
 
     it.send(it.left, record(1, v="a"), record(2, v="b"))
     it.send(it.right, status(1, "new"), status(8, "lone"))
-    it.step()
-    write(it)
+    if batches == "several":
+        it.step()
+        write(it)
     it.send(it.left, record(3, v="c"), record(2, "eu", v="B", region="us"), record(4, "asia", v="d", region=None))
     it.send(it.left, record(1, v="A"))
     it.send(it.right, status(9, "lone"), status(4, "paid"), status(6, "paid"))
@@ -954,15 +956,17 @@ def test_staged_rows_from_before_a_column_have_its_default(
     it.send(it.left, record(5, v="e"), record(6, v="f"))
     it.step()
     write(it)
+    # A row that another rule's record made has the default if the column was not there yet.
+    other = "eu" if batches == "several" else None
     found = [
         (1, "A", "new", "eu"),
         (2, "B", None, "us"),
         (3, "c", None, "eu"),
         (4, "d", "paid", None),
         (5, "e", None, "eu"),
-        (6, "f", "paid", "eu"),
-        (8, None, "lone", "eu"),
-        (9, None, "lone", "eu"),
+        (6, "f", "paid", other),
+        (8, None, "lone", other),
+        (9, None, "lone", other),
     ]
     assert rows(it, "SELECT id, v, status, region FROM rows ORDER BY id") == found
     (sink,) = it.pipeline.sinks
