@@ -269,6 +269,7 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
 
     def commit(batch: SinkBatch) -> SinkCommit | None:
         if not batch.plan.nothing_to_do:
+            _warn_of_removed_records(batch.plan)
             try:
                 return commit_sink(batch, evolves=False)
             except TableUnfit as error:
@@ -280,6 +281,19 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
         return None
 
     return retried(read, commit, first=first)
+
+
+def _warn_of_removed_records(plan: SinkPlan) -> None:
+    """Warn before the first batch of a table if retention has removed records of its source: the table lacks their rows."""
+    if isinstance(plan.state, raw.RawState) and not plan.progress.next:
+        starts = plan.state.retention_start.items()
+        count = sum(start - plan.state.first.get(partition, 0) for partition, start in starts)
+        if count:
+            _log.warning(
+                "sink %s, table %s: retention removed %s records of %s before the table's first batch. A row of these records"
+                " comes with its next record. To have all rows now, take an incremental snapshot of the source",
+                *(plan.sink.name, plan.table.name, count, plan.table.source),
+            )
 
 
 def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:

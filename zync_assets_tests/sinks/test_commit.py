@@ -545,7 +545,7 @@ sinks:
 
 @pytest.mark.slow
 def test_retention_waits_until_every_sink_has_written_the_raw_records(
-    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The records of Mini are old: retention removes them as soon as nobody wants them."""
     it = mini(services, spark, tmp_path, unique, KEPT)
@@ -577,6 +577,13 @@ def test_retention_waits_until_every_sink_has_written_the_raw_records(
     # The rows of records that retention removed are no difference.
     sink = it.pipeline.sinks[0]
     assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
+    assert "retention removed" not in caplog.text
+    reset_sink(it.pipeline, lambda: spark, "shop", "rows")
+    commit("shop")
+    assert rows(it) == [(5, "v5")]
+    assert (
+        f"sink shop, table rows: retention removed 3 records of Raw.{it.left} before the table's first" in caplog.text
+    )
 
 
 ENVELOPE = """
