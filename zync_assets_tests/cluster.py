@@ -128,7 +128,8 @@ def start_cluster(folder: Path) -> Cluster:
     """Three brokers and their controller, ready."""
     java = find_java()
     found = local_java.resolve(java)
-    cluster = Cluster(folder, {node: processes.free_port() for node in (*BROKERS, CONTROLLER)})
+    nodes = (*BROKERS, CONTROLLER)
+    cluster = Cluster(folder, dict(zip(nodes, processes.free_ports(len(nodes)), strict=True)))
     try:
         for node in (CONTROLLER, *BROKERS):
             home = folder / str(node)

@@ -13,11 +13,12 @@ import pytest
 from zync_assets.ingest import commit
 from zync_assets.ingest import plan as ingest_plan
 from zync_assets.kafka.topics import topic_states
+from zync_assets.local.processes import free_port
 from zync_assets.local.services import Services
 from zync_assets.pipeline import Pipeline
 from zync_assets.spark.session import spark_session
 from zync_assets_tests.assets.rig import make_pipeline, orders, payments, send
-from zync_assets_tests.assets.webserver import ROOT, free_port, stop
+from zync_assets_tests.assets.webserver import ROOT, stop
 
 
 @pytest.mark.slow

@@ -147,9 +147,16 @@ def port_is_free(port: int) -> bool:
 
 def free_port() -> int:
     """A port of 127.0.0.1 that nobody listens on now; somebody may a moment later."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports, as ``free_port``: two calls may give the same port."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @contextlib.contextmanager

@@ -274,7 +274,10 @@ def launch(setup: Setup, state: State, name: Name) -> State:
     last_entry = state.entry(name)
     port = setup.ports[name] or _kept_or_free(last_entry.port if last_entry else None)
     if name == "kafka":
-        state = dataclasses.replace(state, controller_port=_kept_or_free(state.controller_port))
+        controller_port = _kept_or_free(state.controller_port)
+        while controller_port == port:
+            controller_port = processes.free_port()
+        state = dataclasses.replace(state, controller_port=controller_port)
     entry = ServiceEntry(port, token=secrets.token_hex(8))
     # The token is on disk before the process starts: after a kill in between, the token still finds the process.
     save(setup.home, state.with_entry(name, entry))

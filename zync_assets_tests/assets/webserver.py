@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from typing import Any
 
 import httpx
 import psutil
+
+from zync_assets.local.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 # Runs start at once, without the daemon that empties the queue.
@@ -135,12 +136,6 @@ def webserver(home: Path, pipeline: Path) -> Iterator[Webserver]:
         yield Webserver(url, process.pid)
     finally:
         stop(process)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def _await(url: str, process: subprocess.Popen[bytes], log: Path) -> None:

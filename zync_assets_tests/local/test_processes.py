@@ -1,9 +1,11 @@
-"""The end of the processes that a process has started."""
+"""Processes that a process has started, and free ports."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+from zync_assets.local import processes
 
 SCRIPT = """
 import os, subprocess, sys, time
@@ -25,3 +27,9 @@ earlier_child.kill()
 def test_new_children_are_killed_before_they_begin_their_program_and_earlier_ones_stay() -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     assert run.stdout == "-9 None\n"
+
+
+def test_ports_that_are_free_at_once_differ() -> None:
+    ports = processes.free_ports(200)
+    assert len({*ports}) == 200
+    assert all(processes.port_is_free(port) for port in ports)

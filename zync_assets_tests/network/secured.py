@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka.admin import AdminClient, ScramCredentialInfo, ScramMechanism, UserScramCredentialUpsertion
 
-from zync_assets.local.processes import free_port
+from zync_assets.local.processes import free_ports
 from zync_assets.local.services import Services, down, up
 from zync_assets_tests.network.certificates import Authority
 from zync_assets_tests.network.tokens import AUDIENCE, CLIENT, ISSUER, Tokens, token_server
@@ -126,7 +126,7 @@ def secured() -> Iterator[Secured]:
         authority, stranger = Authority(folder, "authority"), Authority(folder, "stranger")
         # For this address alone: the same broker is called localhost by who has the wrong name.
         store = authority.server("broker", "127.0.0.1").both
-        ports = {listener: free_port() for listener in LISTENERS}
+        ports = dict(zip(LISTENERS, free_ports(len(LISTENERS)), strict=True))
         properties = broker_properties(ports, store, authority.path, secret, tokens)
         try:
             with pytest.MonkeyPatch.context() as patch:
