@@ -255,7 +255,7 @@ def _type_names(texts: Iterable[str], side: str) -> dict[str, str]:
     """Field of a side of output schemas → Connect's name for its type, if all schemas with the field have this name."""
     names: dict[str, set[str]] = {}
     for text in texts:
-        for field in record_fields(json.loads(text)[side]["schema"]) or ():
+        for field in _fields_of_side(text, side) or ():
             kinds = field["type"] if isinstance(field["type"], list) else [field["type"]]
             names.setdefault(field["name"], set()).update(
                 kind.get("connect.name", "") if isinstance(kind, dict) else "" for kind in kinds if kind != "null"
@@ -393,8 +393,14 @@ def is_empty(schema: str) -> bool:
 
 def side_fields(text: str, side: str) -> frozenset[str] | None:
     """The fields of an output schema's key or value; None for one that is no record."""
-    fields = record_fields(json.loads(text)[side]["schema"])
+    fields = _fields_of_side(text, side)
     return None if fields is None else frozenset(item["name"] for item in fields)
+
+
+@lru_cache(maxsize=256)
+def _fields_of_side(text: str, side: str) -> Sequence[Mapping[str, Any]] | None:
+    """As ``record_fields``, of an output schema's key or value. Each batch of a sink asks for them."""
+    return record_fields(json.loads(text)[side]["schema"])
 
 
 def split_key(texts: Iterable[str]) -> list[list[str]]:
