@@ -290,7 +290,7 @@ def test_a_number_of_a_staged_topic_is_a_time_by_the_output_schemas(tmp_path: Pa
     it = staged_layout(tmp_path, sink)
     assert column_types(it) == {name: kind for name, (_, _, kind) in TIMES.items()}
     assert [column.note for column in it.spec.others] == [note for _, note, _ in TIMES.values()]
-    # One schema of the topic says something else.
+    # Another schema of the topic has a number without a name.
     assert column_types(staged_layout(tmp_path, sink, '"long"'))["at"] == pa.int64()
     # The numbers of a function stay what they were.
     it = staged_layout(tmp_path, replace(sink, before=f"{__name__}:unchanged"))

@@ -392,14 +392,14 @@ def is_empty(schema: str) -> bool:
 
 
 def side_fields(text: str, side: str) -> frozenset[str] | None:
-    """The fields of an output schema's key or value; None for one that is no record."""
+    """The fields of an output schema's key or value; None for a key or a value that is no record."""
     fields = _fields_of_side(text, side)
     return None if fields is None else frozenset(item["name"] for item in fields)
 
 
 @lru_cache(maxsize=256)
 def _fields_of_side(text: str, side: str) -> Sequence[Mapping[str, Any]] | None:
-    """As ``record_fields``, of an output schema's key or value. Each batch of a sink asks for them."""
+    """As ``record_fields``, of an output schema's key or value. Each batch of a sink asks for these fields."""
     return record_fields(json.loads(text)[side]["schema"])
 
 
