@@ -1,4 +1,4 @@
-"""What stands before and behind zync: PostgreSQL, and a Kafka Connect worker with Debezium's sources and JDBC sink.
+"""PostgreSQL, and a Kafka Connect worker with Debezium's sources and JDBC sink: the systems before and behind zync.
 
 All come from Maven Central, as the broker does.
 """
@@ -27,7 +27,7 @@ from zync_assets.local.java import KAFKA_VERSION, REGISTRY_VERSION, Bundle, bund
 from zync_assets.local.processes import free_port
 from zync_assets.local.services import Services
 from zync_assets_tests.mariadb import Server
-from zync_assets_tests.services import server_process
+from zync_assets_tests.services import await_server, server_process
 
 DEBEZIUM_VERSION = "3.5.0.Final"
 POSTGRES_VERSION = "15.18.0"
@@ -59,7 +59,6 @@ BUNDLE = Bundle(
     f"Kafka Connect {KAFKA_VERSION}, Debezium {DEBEZIUM_VERSION} and PostgreSQL {POSTGRES_VERSION} (90 MB)",
     "Kafka Connect, Debezium and PostgreSQL",
 )
-START_SECONDS = 120.0
 NOBODY = 65534
 """The user that PostgreSQL runs as where the tests run as root: PostgreSQL refuses root."""
 
@@ -107,7 +106,7 @@ def postgres() -> Generator[Postgres]:
         settings = ["-c", "wal_level=logical", "-c", "fsync=off", "-c", "max_connections=200"]
         # After SIGTERM the server would wait for open sessions, for ever if a test has failed.
         with server_process([*command, *settings], home, home / "log", user, stop="INT") as log:
-            _await(lambda: bool(found.run("postgres", "SELECT 1")), psycopg.OperationalError, log)
+            await_server(lambda: bool(found.run("postgres", "SELECT 1")), psycopg.OperationalError, log)
             yield found
     finally:
         shutil.rmtree(home)
@@ -240,17 +239,5 @@ def worker(services: Services, folder: Path, time_zone: str, flush_seconds: int 
     with server_process(command, folder, folder / "connect.log", {}) as log:
         found = Worker(url, services)
         # The server answers 404 before Connect has started.
-        _await(lambda: found.failures() == [], OSError, log)
+        await_server(lambda: found.failures() == [], OSError, log)
         yield found
-
-
-def _await(ready: Callable[[], bool], refusal: type[Exception], log: Path) -> None:
-    give_up = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            if ready():
-                return
-        except refusal:
-            pass
-        assert time.monotonic() < give_up, log.read_text(errors="replace")[-3000:] if log.exists() else "no log"
-        time.sleep(0.1)

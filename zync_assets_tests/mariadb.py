@@ -15,6 +15,7 @@ import pymysql
 
 from zync_assets.local.processes import free_port
 from zync_assets_tests.network.certificates import Authority
+from zync_assets_tests.services import await_server, server_process
 
 ANOTHER_HOST = "127.0.0.2"
 """An address of the server that is none of this machine for the sink."""
@@ -34,7 +35,7 @@ class Server:
 
     @contextmanager
     def connected(self, database: str) -> Generator[Any]:
-        """A cursor of a connection of its own. Each statement is a transaction, unless one says otherwise."""
+        """A cursor of a connection of its own. Each statement is a transaction of its own, unless BEGIN stands before it."""
         options: dict[str, Any] = {"host": "127.0.0.1", "port": self.port, "user": "root", "autocommit": True}
         with closing(pymysql.connect(database=database, **options)) as connection, connection.cursor() as cursor:
             yield cursor
@@ -67,19 +68,8 @@ def mariadb(options: Sequence[str] = ()) -> Generator[Server]:
         issued = authority.server("server", ANOTHER_HOST)
         tls = [f"--ssl-cert={issued.certificate}", f"--ssl-key={issued.key}"]
         addresses = f"--bind-address=127.0.0.1,{ANOTHER_HOST}"
-        command = ["mariadbd", *place, *tls, f"--port={port}", addresses, f"--socket={home}/socket", *options]
-        log = Path(home, "log")
-        with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
-            found = Server(port, authority)
-            deadline = time.monotonic() + 60
-            while True:
-                try:
-                    found.run("mysql", "SELECT 1")
-                    break
-                except pymysql.OperationalError:
-                    assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-                    time.sleep(0.05)
-            try:
-                yield found
-            finally:
-                process.terminate()
+        command = ["mariadbd", *place, *tls, f"--port={port}", addresses, f"--socket={home}/socket"]
+        with server_process([*command, *options], Path(home), Path(home, "log"), {}) as log:
+            server = Server(port, authority)
+            await_server(lambda: bool(server.run("mysql", "SELECT 1")), pymysql.OperationalError, log)
+            yield server

@@ -12,7 +12,8 @@ import secrets
 import signal
 import subprocess
 import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ SPARK = {"master": "local[2]", "spark.sql.shuffle.partitions": "2"} | (
     {"remote": "shared"} if ON_CONNECT in os.environ else {}
 )
 """The ``spark:`` of small pipelines."""
+
+START_SECONDS = 120.0
 
 HOME = Path(tempfile.gettempdir()) / f"zync-tests-{getpass.getuser()}"
 
@@ -104,3 +107,16 @@ def server_process(
         assert process.stdin is not None
         process.stdin.close()
         process.wait()
+
+
+def await_server(ready: Callable[[], bool], refusal: type[Exception], log: Path) -> None:
+    """Wait until a server is ready. ``refusal``: the error of ``ready`` before that; ``log``: for the error of a long wait."""
+    give_up = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            if ready():
+                return
+        except refusal:
+            pass
+        assert time.monotonic() < give_up, log.read_text(errors="replace")[-3000:] if log.exists() else "no log"
+        time.sleep(0.1)
