@@ -35,8 +35,8 @@ from zync_assets.etl.views.changes import (
 from zync_assets.etl.views.differences import DUPLICATE
 from zync_assets.etl.views.failures import check_places, row_checks, table_failures, view_failures, with_reason
 from zync_assets.etl.views.maintenance import Maintenance
-from zync_assets.etl.views.query import Query, rule_types, unfilled_tables
-from zync_assets.etl.views.rebuild import raw_rows, staged_differences
+from zync_assets.etl.views.query import Query, removed_records, rule_types, unfilled_tables
+from zync_assets.etl.views.rebuild import filled_rows, raw_rows, staged_differences
 from zync_assets.etl.views.state import StateFiles, StateReader, state_files
 from zync_assets.etl.views.state_index import indexed_columns, join_columns, write_index
 from zync_assets.etl.views.tables import (
@@ -243,6 +243,7 @@ def _changes(
     """
     kinds: dict[str, TableType] = {}
     sources: dict[str, tuple[TableType, DataFrame]] = {}
+    filled: dict[str, tuple[TableType, DataFrame]] = {}
     untyped: dict[str, DataFrame] = {}
     for name, table in tables.items():
         topic = table.topic
@@ -254,6 +255,9 @@ def _changes(
         raw = stage.raw.get(topic)
         kinds[name] = table_type(table, stage.frames[topic], stage.state, raw)
         if name in rebuilt_tables and stage.state is not None and raw is not None:
+            if stage.rebuild == "views" and name in stage.head.tables and removed_records(stage.state, raw, topic):
+                filled[name] = kinds[name], filled_rows(reader, stage.state, raw, kinds[name])
+                continue
             raw_frame = declared_frame(
                 stage.pipeline, stage.spark, topic, raw_rows(stage.spark, stage.state, raw, table)
             )
@@ -262,6 +266,7 @@ def _changes(
         elif stage.ranges[topic]:
             sources[name] = kinds[name], stage.records(topic)
     parts = {name: (kind, record_rows(kind, frame, stage.ordering)) for name, (kind, frame) in sources.items()}
+    parts |= filled
     placeholder, joins = stage.pipeline.unavailable_value, join_columns(stage.rules)
     changes: dict[str, Change] = {}
     checks = row_checks(stage.spark, stage.rules, kinds)

@@ -306,8 +306,8 @@ def _columns(found: set[Reference], alias: str) -> list[str] | None:
 
 
 def unfilled_tables(rules: Iterable[Rule], state: StagingState, raw: Mapping[str, RawState | None]) -> set[str]:
-    """The tables whose stored rows lack the default of a column that a view or a look-up uses. The state is made again then,
-    unless retention removed raw records of the table. ``raw``: input topic → its raw table."""
+    """The tables whose stored rows lack the default of a column that a view or a look-up uses. The state is made again then.
+    ``raw``: input topic → its raw table."""
     tables: set[str] = set()
     for rule in rules:
         for item in rule.tables:
@@ -318,7 +318,7 @@ def unfilled_tables(rules: Iterable[Rule], state: StagingState, raw: Mapping[str
             names = column_defaults(table, raw_state).keys() - set(stored_table(table.name, entry).defaults)
             used = used_columns(rule, item.alias) if names else []
             is_used = used is None or bool({name.lower() for name in names} & {name.lower() for name in used})
-            if is_used and not removed_records(state, raw_state, table.topic):
+            if is_used:
                 tables.add(table.name)
     return tables
 

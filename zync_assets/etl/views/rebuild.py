@@ -7,6 +7,7 @@ that are published never change.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +23,7 @@ from zync_assets.etl.views.changes import latest_rows, record_rows, table_record
 from zync_assets.etl.views.query import removed_records, same_sql
 from zync_assets.etl.views.state import StateReader, state_files
 from zync_assets.etl.views.state_index import unindexed_rows
-from zync_assets.etl.views.tables import Table, table_type
+from zync_assets.etl.views.tables import Table, TableType, column_defaults, table_type, with_values
 from zync_assets.lake import staging
 from zync_assets.lake.head import Head
 from zync_assets.lake.raw import RawState
@@ -34,6 +35,8 @@ from zync_assets.spark.sql import name_sql, text_sql
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import DataType
+
+_log = logging.getLogger(__name__)
 
 
 class Counts(NamedTuple):
@@ -63,6 +66,49 @@ def raw_rows(spark: SparkSession, state: StagingState, raw: RawState, table: Tab
     frame = frames.record_frame(spark, raw, [part for part in ranges if not part.empty])
     condition = _quarantined_records(state, topic).condition(topic)
     return frame if condition is None else frame.where(f"NOT ({condition})")
+
+
+def filled_rows(reader: StateReader, state: StagingState, raw: RawState, kind: TableType) -> DataFrame:
+    """The rows of a table's state, as ``changes.record_rows``, with the defaults of the columns ``kind.table.defaults``.
+
+    For a table whose raw records retention removed in part. A row of a removed record has the default if the raw table still has
+    a later record of its partition from before the column. Otherwise nothing tells whether the source wrote the null: a warning
+    counts the nulls that stay.
+    """
+    from pyspark.sql import functions as F
+
+    table = kind.table
+    defaults = {name: item for name, item in column_defaults(table, raw).items() if name in table.defaults}
+    starts = {part.partition: part.end for part in removed_records(state, raw, table.topic)}
+    positions = {part: item for (topic, part), item in state.head.inputs.items() if topic == table.topic}
+    # Records that the pool has not taken yet may also show that all removed records are from before the column.
+    ranges = [OffsetRange(part, starts.get(part, item.first), raw.next[part]) for part, item in positions.items()]
+    records = frames.record_frame(reader.spark, raw, [part for part in ranges if not part.empty]).selectExpr(
+        "kafka.partition AS at_partition",
+        "kafka.offset AS at_offset",
+        *(f"{frames.schema_condition(item.ids)} AS early_{at}" for at, item in enumerate(defaults.values())),
+    )
+    flags = [f"early_{at}" for at in range(len(defaults))]
+    sums = records.groupBy("at_partition").agg(*(F.expr(f"bool_or({flag}) AS {flag}") for flag in flags)).collect()
+    live = reader.live(kind, state_files(state, table))
+    removed = " OR ".join(f"version.partition = {part} AND version.offset < {end}" for part, end in starts.items())
+    values: dict[str, tuple[str, str]] = {}
+    for flag, (name, default) in zip(flags, defaults.items(), strict=True):
+        early_partitions = [row["at_partition"] for row in sums if row[flag]]
+        is_known = f"version.partition IN ({', '.join(map(str, early_partitions))})" if early_partitions else "false"
+        column = f"row.{name_sql(name)}"
+        if count := live.where(f"({removed}) AND NOT {is_known} AND row IS NOT NULL AND {column} IS NULL").count():
+            _log.warning(
+                "table %s: %d rows are null in column %s, and may be from before the column: retention removed their raw"
+                " records. Take an incremental snapshot of the source's table to write them again.",
+                table.name,
+                count,
+                name,
+            )
+        values[name] = f"{column} IS NULL AND coalesce({flag}, {is_known})", default.text
+    pairs = live.join(records, F.expr("version.partition = at_partition AND version.offset = at_offset"), "left")
+    row = f"{with_values('row', kind.state_row, values)} AS row"
+    return pairs.selectExpr("key", row, *(f"version.{name}" for name in ("partition", "offset", "high", "low")))
 
 
 def _quarantined_records(state: StagingState, topic: str) -> Failures:

@@ -292,26 +292,27 @@ def table_type(table: Table, frame: DataFrame, state: StagingState | None, raw: 
     # With the notes of the staging table's columns, by which Spark finds files with narrower types.
     schema = wider_schema(pa.schema([have[item.name] for item in columns if item.name in have]), pa.schema(columns))
     defaults = {name: item for name, item in column_defaults(table, raw).items() if name in table.defaults}
-    row_sql = _with_defaults(f"({row_sql})", row, defaults)
+    values = {name: (frames.schema_condition(item.ids), item.text) for name, item in defaults.items()}
+    row_sql = with_values(f"({row_sql})", row, values)
     return TableType(table, key, row, shape_sql(table.key), row_sql, deleted, schema)
 
 
-def _with_defaults(row_sql: str, row: DataType, defaults: Mapping[str, Default]) -> str:
-    """A row where each column has its default if the record is from before the column."""
+def with_values(row_sql: str, row: DataType, values: Mapping[str, tuple[str, str]]) -> str:
+    """A row with other values in some columns, as SQL. ``values``: column → a condition, and the value as text if it is true."""
     from pyspark.sql.types import StructType
 
-    if not defaults or not isinstance(row, StructType):
+    if not values or not isinstance(row, StructType):
         return row_sql
     parts: list[str] = []
     for item in row:
         name, value = name_sql(item.name), f"{row_sql}.{name_sql(item.name)}"
-        if (default := defaults.get(item.name)) is not None:
-            default_sql = text_as_sql(default.text, type_sql(item.dataType))
-            value = f"CASE WHEN {frames.schema_condition(default.ids)} THEN {default_sql} ELSE {value} END"
+        if item.name in values:
+            condition, text = values[item.name]
+            value = f"CASE WHEN {condition} THEN {text_as_sql(text, type_sql(item.dataType))} ELSE {value} END"
         parts.append(f"{value} AS {name}")
-    ids = sorted({number for default in defaults.values() for number in default.ids})
-    is_early = f"{frames.schema_condition(ids)} AND {row_sql} IS NOT NULL"
-    return f"(CASE WHEN {is_early} THEN CAST(struct({', '.join(parts)}) AS {type_sql(row)}) ELSE {row_sql} END)"
+    is_other = " OR ".join(dict.fromkeys(f"({condition})" for condition, _ in values.values()))
+    new_row = f"CAST(struct({', '.join(parts)}) AS {type_sql(row)})"
+    return f"(CASE WHEN ({is_other}) AND {row_sql} IS NOT NULL THEN {new_row} ELSE {row_sql} END)"
 
 
 def declared_frame(pipeline: Pipeline, spark: SparkSession, topic: str, frame: DataFrame | None) -> DataFrame | None:

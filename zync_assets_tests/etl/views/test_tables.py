@@ -177,6 +177,61 @@ def test_rows_from_before_a_column_have_its_default(
     assert len(it.staged(out)) == staged
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_known", [True, False])
+def test_rows_of_removed_raw_records_have_the_default_of_a_later_column(
+    services: Services,
+    spark: SparkSession,
+    tmp_path: Path,
+    unique: str,
+    caplog: pytest.LogCaptureFixture,
+    is_known: bool,
+) -> None:
+    """A raw record from before the column shows that all earlier records of its partition are from before it."""
+    topics = Topics(services, spark, tmp_path, unique)
+    it, wider = topics.it, schema(*ORDER_FIELDS, ("region", ["string", "null"]))
+    wider["fields"][-1]["default"] = "eu"
+    for side, kind in (("key", KEY), ("value", LINE)):
+        topics.registry.register(f"{it.right}-{side}", json.dumps(kind))
+    text = AVRO.replace("topic: {left}, pool: Raw,", "topic: {left}, pool: Raw, retention: 1d,")
+    topics.it = it = mini_of(
+        make_pipeline(services, tmp_path, text.format(left=it.left, right=it.right, out=it.out)), spark
+    )
+    # The records are of 2023: the commit after the next batch removes them.
+    topics.send(it.left, ORDER, {"id": 1, "status": "new"}, {"id": 2, "status": "new"}, {"id": 6, "status": "new"})
+    it.step()
+    topics.send(it.left, ORDER, {"id": 6, "status": "paid"})
+    it.step()
+    if is_known:
+        topics.send(it.left, ORDER, {"id": 3, "status": "new"})
+    topics.send(it.left, wider, {"id": 2, "status": "paid", "region": "us"}, {"id": 4, "status": "new", "region": None})
+    it.ingest()
+    left = open_raw(it.lake, "Raw", it.left)
+    assert left is not None and left.retention_start[0] >= 3
+    text = text.replace("status: o.status", "region: o.region").format(left=it.left, right=it.right, out=it.out)
+    it = mini_of(make_pipeline(services, tmp_path, text), spark)
+    assert list(rebuild_all(it.pipeline, lambda: spark, "views"))
+
+    def regions() -> dict[int, str | None]:
+        """The latest region of each key."""
+        return {row["key"]["id"]: row["value"]["region"] for row in it.staged() if row["value"]}
+
+    early = "eu" if is_known else None
+    assert regions() == {1: early, 2: early, 6: early}
+    warnings = [
+        record.getMessage() for record in caplog.records if "rows are null in column region" in record.getMessage()
+    ]
+    assert [text.split(",")[0].partition(": ")[2] for text in warnings] == (
+        [] if is_known else ["3 rows are null in column region"]
+    )
+    it.step()
+    assert regions() == {1: early, 2: "us", 4: None, 6: early} | ({3: "eu"} if is_known else {})
+    topics.send(it.left, ORDER, {"id": 1, "status": "paid"})
+    topics.send(it.left, wider, {"id": 6, "status": "paid", "region": None})
+    it.step()
+    assert regions() == {1: "eu", 2: "us", 4: None, 6: None} | ({3: "eu"} if is_known else {})
+
+
 LOOK = (
     AVRO[: AVRO.index("transforms:")]
     + """
