@@ -192,7 +192,9 @@ def plan_etl(
         check_begins(pipeline, pool)
     topics = pipeline.inputs_of(pool)
     states = {item.topic: raw.open_raw(pipeline.lake, item.pool, item.topic) for item in topics}
-    states = {topic: None if state is None else with_ids(pipeline, topic, state) for topic, state in states.items()}
+    states = {
+        topic: None if state is None else with_ids(pipeline, pool, topic, state) for topic, state in states.items()
+    }
     for topic, table in states.items():
         check_rollback(pipeline.input(topic), head, table)
         if table is None:
@@ -265,20 +267,20 @@ def _shares(
     return {name: max(1, limit * count // total) if total > limit else limit for name, count in records.items()}
 
 
-def with_ids(pipeline: Pipeline, topic: str, state: RawState) -> RawState:
+def with_ids(pipeline: Pipeline, pool: str, topic: str, state: RawState) -> RawState:
     """The state, with the schema ids of its records if some writer's schema lacks a column. An output then leaves out a field
-    that is this column. A rule that passes on all of ``kafka`` would pass on the ids too. Its outputs have null for the field
-    instead."""
+    that is this column, and a table of views has its default. An event rule of the pool that passes on all of ``kafka`` would
+    pass on the ids too. Its outputs have null for the field instead."""
     if not any(has_lacking(item.type) for item in state.schema if item.name in ("key", "value")):
         return state
-    rules = [rule for rule in pipeline.rules if topic in rule.topics]
+    rules = [rule for rule in pipeline.rules_of(pool) if topic in rule.topics]
     whole = any(_ALL_OF_KAFKA.search(shape_sql(shape)) for rule in rules for shape in (rule.key, rule.value))
     return state if whole else replace(state, with_ids=True)
 
 
 def with_raw(pipeline: Pipeline, batch: EtlBatch, raw: Mapping[str, RawState]) -> EtlBatch:
     """The batch with other states of some raw tables, by topic."""
-    states = {topic: with_ids(pipeline, topic, state) for topic, state in raw.items()}
+    states = {topic: with_ids(pipeline, batch.plan.pool, topic, state) for topic, state in raw.items()}
     return _with_plan(batch, replace(batch.plan, raw={**batch.plan.raw, **states}))
 
 

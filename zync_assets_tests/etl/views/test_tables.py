@@ -130,6 +130,15 @@ MORE = """
     key: {{id: o.id}}
     value: {{region: o.region}}
     out: {out}.more
+  - type: stateless
+    in: {left}
+    key: in.key
+    value: {{kafka: in.kafka}}
+    out: {out}.events
+"""
+MORE_OUTPUTS = """
+  - {{topic: {out}.more, pool: Staging, format: json, create: {{}}}}
+  - {{topic: {out}.events, pool: Events, format: json, create: {{}}}}
 """
 
 
@@ -139,7 +148,7 @@ def test_rows_from_before_a_column_have_its_default(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, is_new: bool
 ) -> None:
     """A source makes no records for ADD COLUMN ... DEFAULT. A rebuild follows the edit of a view that names the column. A new
-    view needs no command of the user."""
+    view needs no command of the user. An event rule of another pool may pass on all of ``kafka``."""
     topics = Topics(services, spark, tmp_path, unique)
     it, wider = topics.it, schema(*ORDER_FIELDS, ("region", ["string", "null"]))
     wider["fields"][-1]["default"] = "eu"
@@ -154,9 +163,7 @@ def test_rows_from_before_a_column_have_its_default(
     assert state_equals_raw(it.pipeline, "Staging", lambda: spark).passed
     text = AVRO if is_new else AVRO.replace("status: o.status", "region: o.region")
     if is_new:
-        text = text.replace(
-            "transforms:", "  - {{topic: {out}.more, pool: Staging, format: json, create: {{}}}}\ntransforms:"
-        )
+        text = text.replace("\ntransforms:", f"{MORE_OUTPUTS}transforms:")
     text = (text + MORE if is_new else text).format(left=it.left, right=it.right, out=it.out)
     it = mini_of(make_pipeline(services, tmp_path, text), spark)
     out = f"{it.out}.more" if is_new else it.out
