@@ -117,7 +117,8 @@ def _replay(plan: SinkPlan, session: Session, records: Sequence[BadRecord]) -> d
     overtaken_spots = (
         _find_overtaken(plan, session, table_layout, records) if plan.sink.mode == "upsert" else set[Spot]()
     )
-    frame = frame.coalesce(1).sortWithinPartitions(PARTITION, OFFSET)
+    # After new partitions, refused records of a key may be in several of them.
+    frame = frame.coalesce(1).sortWithinPartitions(TIME, PARTITION, OFFSET)
     with plan.target().run(plan.place) as run:
         merge = _merge(plan, table_layout.spec, ())
         # The later record may leave out fields that this one sets.
@@ -140,6 +141,9 @@ def _find_overtaken(plan: SinkPlan, session: Session, table_layout: Layout, reco
         item.partition: min(record.offset for record in records if record.partition == item.partition)
         for item in records
     }
+    if len(starts) > 1 and not plan.table.staged:
+        # A key that new partitions moved has later records at lower offsets. A staged key stays in its partition.
+        starts = {}
     ranges = tuple(
         OffsetRange(partition, starts.get(partition, plan.starts.get(partition, next_offset)), next_offset)
         for partition, next_offset in plan.progress.next.items()
