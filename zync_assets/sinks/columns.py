@@ -220,8 +220,8 @@ def make_layout(
         sides = named_sides(sides, schemas.values(), lambda name: sink.rename.get(name, name) in numbers())
         kind = sides.get("value", pa.null())
     # A user's function changes values, so that the database can't give old rows the result of a default.
-    fills = upserts and sink.before is None
-    partial = PartialRecords(root, kind, fields, upserts and not table.staged, placeholder, fills, later_fields or {})
+    limits = (target.days, target.odd_instants) if upserts and sink.before is None else None
+    partial = PartialRecords(root, kind, fields, upserts and not table.staged, placeholder, limits, later_fields or {})
     values = {item.column.name: item for item in _side(root, kind, "value", partial)}
     in_key = {name: _with_before(item, kind, before) for name, item in values.items()} if envelope else values
     keys = _key(sink, table, sides, in_key)
@@ -287,8 +287,7 @@ def make_layout(
     spec = TableSpec(table.name, tuple(item.column for item in items), key, sink.mode, comment)
     if sink.before is not None:
         spec = replace(spec, columns=_function_columns(sink.before, spec))
-    deletes = deletes if sink.mode == "upsert" else "false"
-    layout = Layout(spec, tuple(items), deletes, schemas=partial.schemas, function=sink.before)
+    layout = Layout(spec, tuple(items), deletes if upserts else "false", schemas=partial.schemas, function=sink.before)
     layout = _with_condition(layout, sink, [_value(item) for item in items if item.column.name in key], partial)
     if not envelope or {item.sql for item in keys}.isdisjoint(item.sql for item in in_key.values()):
         return layout
@@ -417,16 +416,17 @@ def _side(root: str, kind: pa.DataType, side: str, partial: PartialRecords | Non
         source_name, path = name if side == "value" else None, (*root.split("."), item.name)
         unset = partial.unset(item) if partial is not None else None
         source = SourceColumn(column, f"{root}.{name_sql(item.name)}", source_name, path, units, unset)
-        yield source if partial is None else _with_default(source, partial.default(item))
+        yield source if partial is None else _with_default(source, partial, partial.default(item))
 
 
-def _with_default(source: SourceColumn, default: tuple[str, pa.Array] | None) -> SourceColumn:
+def _with_default(source: SourceColumn, partial: PartialRecords, default: tuple[str, pa.Array] | None) -> SourceColumn:
     """The column with a default (``PartialRecords.default``), unless the target does not hold its value."""
     if default is None:
         return source
     condition, values = default
     try:
         (value,) = _target_values(values, source)
+        partial.check_default(value, source.column.note)
     except TargetRefused:
         return source
     sql = text_as_sql(values.cast(pa.string())[0].as_py(), spark_type(values.type).simpleString())

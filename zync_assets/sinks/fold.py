@@ -21,8 +21,10 @@ rows before their fold.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from importlib import import_module
 
 import numpy as np
@@ -30,7 +32,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.fields import default_of, fields_of, lacking
+from zync_assets.codecs.fields import DEBEZIUM_DATE, ZONED_TIMESTAMP, default_of, fields_of, lacking
 from zync_assets.codecs.spark_types import original_name, spark_type
 from zync_assets.errors import SinkError, TargetRefused
 from zync_assets.etl.rules.output_schemas import parse_group
@@ -39,6 +41,8 @@ from zync_assets.spark.sql import is_placeholder, name_sql, path_sql, text_sql
 
 OP, SET, OFFSET, CREATION = "zync_op", "zync_set", "zync_offset", "zync_creation"
 UPSERT, REPLACE, DELETE, UPDATE = "u", "r", "d", "e"
+
+_EPOCH = date(1970, 1, 1).toordinal()
 
 PARTITION_BITS = 20
 """The bits of a partition in a timed version. A topic has fewer partitions than they count."""
@@ -204,8 +208,8 @@ class PartialRecords:
 
     ``root``, ``kind``: SQL and type of the row. ``schemas``: as ``columns.Layout``. ``is_raw``: whether the rows are of a raw
     table. Of such rows, the writer's schema may lack a field, and a value may be ``placeholder``, Debezium's text for a value
-    that it did not send (None: every value was sent). ``fills``: whether rows have the defaults of fields that came later;
-    ``later_fields``: of a staged topic (``staging.later_fields``).
+    that it did not send (None: every value was sent). ``limits``: the target's ``days`` and ``odd_instants``, if rows have the
+    defaults of fields that came later; None if they have none. ``later_fields``: of a staged topic (``staging.later_fields``).
     """
 
     root: str
@@ -213,17 +217,30 @@ class PartialRecords:
     schemas: Mapping[str, frozenset[str] | None]
     is_raw: bool
     placeholder: str | None
-    fills: bool = False
+    limits: tuple[tuple[date, date], re.Pattern[str] | None] | None = None
     later_fields: Mapping[str, str | None] = field(default_factory=dict[str, "str | None"])
 
     def default(self, item: pa.Field) -> tuple[str, pa.Array] | None:
         """The condition for a record from before a field of its row, as SQL, and the field's default; None without one."""
         default, name = default_of(item) if self.is_raw else None, original_name(item.name)
         text = self.later_fields.get(name) if default is None else default.text
-        if text is None or not self.fills:
+        if text is None or self.limits is None:
             return None
         condition = self._lacks_later(item, name) if default is None else frames.schema_condition(default.ids)
         return condition, pa.array([text]).cast(item.type)
+
+    def check_default(self, value: pa.Scalar, note: str) -> None:
+        """TargetRefused for a time that the target lacks: it would refuse each row that has the default. ``value``: as the column
+        has it; ``note``: of the column (``target.Column``)."""
+        (first, last), odd_instants = self.limits or ((date.min, date.max), None)
+        default = value.as_py()
+        day = default.toordinal() if isinstance(default, date) else None
+        if note == DEBEZIUM_DATE and isinstance(default, int):
+            day = default + _EPOCH
+        if day is not None and not first.toordinal() <= day <= last.toordinal():
+            raise TargetRefused(f"{value} is not from {first} to {last}")
+        if note == ZONED_TIMESTAMP and odd_instants is not None and odd_instants.match(str(default)):
+            raise TargetRefused(f"{value} is no time of the target")
 
     def _lacks_later(self, item: pa.Field, name: str) -> str:
         """The condition for a staged record without a field that came later, as SQL."""

@@ -126,6 +126,7 @@ class MysqlTarget(SqlTarget):
     """A database of a MySQL or MariaDB server."""
 
     days = (date(1000, 1, 1), date.max)
+    odd_instants = re.compile(r"(?![1-9]\d{3}-)|.*\.\d{6}\d*[1-9]")
     infinities = False
     ignores_case = True
     name_limit = 64, "characters"
@@ -249,7 +250,10 @@ class MysqlTarget(SqlTarget):
             return None
         if pa.types.is_boolean(column.type):
             return str(int(text == "true"))
-        text = text.removesuffix("Z") if isinstance(kind, mysql.DATETIME) else text
+        if isinstance(kind, mysql.DATETIME):
+            # MariaDB's literals have no zone.
+            (value,) = stored_values(pa.array([column.default], column.type), kind, column.name, self.days)
+            return value.isoformat()
         # A type of texts takes a DEFAULT as an expression only.
         return Grouping(sa.literal(text)) if isinstance(kind, TEXTS) else text
 

@@ -108,6 +108,7 @@ class PostgresTarget(SqlTarget):
 
     load_prefixes = ("UNLOGGED",)
     name_limit = 63, "bytes"
+    odd_instants = re.compile(r"[+-]\d|.*\.\d{6}\d*[1-9]")
     _table: str | None = None
     """The table of the present call, for the cure of a missing right."""
 

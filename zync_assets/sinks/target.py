@@ -41,8 +41,7 @@ LOAD_PREFIX = "zync_load_"
 _REMOVALS = pa.array([DELETE, REPLACE])
 OUTAGE_CURE = "Check the url, and that the target is up."
 
-LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1")
-"""The hosts of a URL that need no TLS."""
+LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1")  # of URLs that need no TLS
 
 _TLS_FAULTS: Mapping[str, str] = {
     "(?i)certificate.*(mismatch|not valid for)": "Write the host's name as the server's certificate has it in the url.",
@@ -52,8 +51,7 @@ _TLS_FAULTS: Mapping[str, str] = {
 }
 """Words of the libraries on a TLS connection that no waiting cures → the cure."""
 
-_DAY = 86_400_000_000
-"""Microseconds of a day."""
+_DAY = 86_400_000_000  # in microseconds
 _DAYS = tuple(day.toordinal() - date(1970, 1, 1).toordinal() for day in (date.min, date.max))
 _INSTANTS = (_DAYS[0] * _DAY, (_DAYS[1] + 1) * _DAY - 1)
 """The years 1 to 9999, in days and in microseconds since 1970."""
@@ -213,7 +211,9 @@ class Target(ABC):
     """The length of the longest name of a table or column, and whether it counts ``bytes`` or ``characters``; None: no limit."""
 
     odd_names: re.Pattern[str] | None = None
-    """Finds a character that no name of a table or column may have; None: names may have any."""
+    odd_instants: re.Pattern[str] | None = None
+    """Find a character that no name of a table or column may have; and match a text of Debezium's ZonedTimestamp that a new
+    column of it does not take. None: any may be there."""
 
     ignores_case = False
     """Whether two names of columns that differ in case alone are one name."""

@@ -32,9 +32,12 @@ from zync_assets.lake.raw import open_raw
 from zync_assets.pipeline import Sink, SinkMode, SinkTable
 from zync_assets.sinks.columns import IS_DELETE, Layout, make_layout
 from zync_assets.sinks.fold import OFFSET
+from zync_assets.sinks.mysql import MysqlTarget
+from zync_assets.sinks.postgres import PostgresTarget
 from zync_assets.sinks.sql_types import default_text
 from zync_assets.sinks.sqlite import SqliteTarget
 from zync_assets.sinks.steps import sink_all
+from zync_assets.sinks.target import Target
 from zync_assets_tests.bench.data import append_raw
 from zync_assets_tests.pipeline_file.problems import loaded
 
@@ -118,6 +121,22 @@ def test_a_default_is_a_value_of_the_target() -> None:
         "CASE WHEN kafka.value_schema_id IN (3) THEN CAST('it\\'s' AS string)"
         " WHEN coalesce(kafka.value_schema_id IN (3), false) THEN NULL ELSE value.`plain` END AS c1"
     )
+    # Targets have other days and instants. Debezium makes the number of infinity.
+    lite, house, lake = SqliteTarget(""), PostgresTarget(""), MysqlTarget("")
+    for kind, note, text, holders in (
+        (pa.int32(), DEBEZIUM_DATE, "-719162", {lite, house}),
+        (pa.int32(), DEBEZIUM_DATE, "-2147472692", set[Target]()),
+        (pa.date32(), "", "0999-12-31", {lite, house}),
+        (pa.string(), ZONED_TIMESTAMP, "9999-12-31T23:59:59.999999Z", {lite, house, lake}),
+        (pa.string(), ZONED_TIMESTAMP, "0001-01-01T00:00:00.000000Z", {lite, house}),
+        (pa.string(), ZONED_TIMESTAMP, "infinity", {lite, house}),
+        (pa.string(), ZONED_TIMESTAMP, "-0043-03-15T00:00:00.000000Z", {lite}),
+        (pa.string(), ZONED_TIMESTAMP, "2024-10-04T01:02:03.1234567Z", {lite}),
+    ):
+        row = pa.struct([field("at", kind, text, connect=Note(note))])
+        for target in (lite, house, lake):
+            made = make_layout(sink, table, target, {"key": pa.int64(), "value": row}, "", {}, None, {})
+            assert (made.columns[1].column.default is not None) == (target in holders), (target, text)
     # A function of the user changes values, and the database could not change a default.
     changed = make_layout(
         replace(sink, before=f"{HERE}:upper"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +45,7 @@ UPDATES = FIELDS.map(lambda fields: Update({name: value for name, value in field
 CHANGES = st.lists(st.tuples(st.integers(0, 4), st.none() | FIELDS | UPDATES), max_size=30)
 
 
+LIMITS = ((date.min, date.max), None)
 DEFAULT = 7.5
 """The default of column c. A record that lacks c is from before the column."""
 
@@ -105,7 +107,9 @@ def test_a_field_of_a_staged_topic_has_a_default_if_it_came_with_its_source() ->
     prints: dict[str, frozenset[str] | None] = {"late": whole, "status": frozenset({"id", "status"}), "key": None}
 
     def default(schemas: dict[str, frozenset[str] | None], *, fills: bool = True) -> tuple[str, list[Any]] | None:
-        partial = PartialRecords("value", kind, schemas, False, None, fills, {"region": "eu", "plain": None})
+        partial = PartialRecords(
+            "value", kind, schemas, False, None, LIMITS if fills else None, {"region": "eu", "plain": None}
+        )
         found = partial.default(kind.field("region"))
         return None if found is None else (found[0], found[1].to_pylist())
 
@@ -115,7 +119,7 @@ def test_a_field_of_a_staged_topic_has_a_default_if_it_came_with_its_source() ->
     early = {**prints, "early": frozenset({"id", "name"})}
     assert default(early) == (f"schema IN ('early', 'status') OR {left_out}", ["eu"])
     assert default(early, fills=False) is None
-    assert PartialRecords("value", kind, early, False, None, True, {}).default(kind.field("region")) is None
+    assert PartialRecords("value", kind, early, False, None, LIMITS, {}).default(kind.field("region")) is None
 
 
 PLACES = st.tuples(st.none() | st.integers(0, 10**13), st.integers(0, 2**20 - 1), st.integers(0, 2**62))

@@ -478,3 +478,12 @@ def test_a_server_that_says_nothing_is_an_outage_and_a_long_statement_is_none(
 
 def test_the_default_of_a_new_column_is_for_older_rows_alone(server: Server, database: str) -> None:
     assert_defaults_of_older_rows_alone(MysqlTarget(server.url(database)))
+
+
+def test_the_default_of_an_instant_in_another_zone_is_its_time_in_utc(server: Server, database: str) -> None:
+    target, table = MysqlTarget(server.url(database)), spec(id=pa.int64(), v=pa.string())
+    target.prepare(table, create=True, evolve="none")
+    apply(target, table, [one(1, {"v": "a"})])
+    instant = Column("at", pa.string(), note=ZONED_TIMESTAMP, default=pa.scalar("2024-01-02T03:04:05.25+02:00"))
+    target.prepare(replace(table, columns=(*table.columns, instant)), create=False, evolve="add")
+    assert server.run(database, "SELECT at FROM `rows`") == [(datetime(2024, 1, 2, 1, 4, 5, 250_000),)]
