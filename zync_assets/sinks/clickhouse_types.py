@@ -147,7 +147,8 @@ def wider(existing: SqlType, column: Column) -> SqlType | None:
     kinds, kind = pa.types, column.type
     larger: SqlType | None = None
     if _bits(existing) and kinds.is_integer(kind):
-        larger = new_type(column)
+        # Not the type of a new column: a column of numbers takes Debezium's dates as numbers.
+        larger = next(of for of, bits in _INTEGERS if bits == kind.bit_width)()
     elif isinstance(existing, ch.Float32) and kinds.is_floating(kind):
         larger = ch.Float64()
     elif isinstance(existing, ch.Decimal) and kinds.is_decimal(kind):

@@ -393,7 +393,7 @@ class DatabendTarget(SqlTarget):
     def wider(self, existing: SqlType, column: Column) -> SqlType | None:
         kinds, kind = pa.types, column.type
         if _bits(existing) and kinds.is_integer(kind):
-            return self.column_type(column, in_key=False)
+            return next(of for of, bits in _BITS if bits == kind.bit_width)()
         if isinstance(existing, databend_types.FLOAT) and kinds.is_floating(kind):
             return databend_types.DOUBLE()
         larger = wider(existing, kind) if isinstance(existing, sa.DECIMAL) else None

@@ -55,6 +55,7 @@ from zync_assets.sinks.sql_types import (
     is_padded,
     loose_key,
     missing_key,
+    standard_type,
     with_single_percents,
 )
 from zync_assets.sinks.target import LOCAL_HOSTS, Column, Merge, Place, TableSpec, load_names, tls_fault
@@ -304,7 +305,8 @@ class MysqlTarget(SqlTarget):
         kinds, kind = pa.types, column.type
         bits = signed_bits(existing)
         if kinds.is_integer(kind) and bits:
-            return self.column_type(column, in_key=False)
+            # Not the type of a new column: MySQL would read Debezium's numbers of days as dates of another form.
+            return standard_type(kind)
         if not isinstance(existing, mysql.DECIMAL) and not bits:
             return None
         if kinds.is_decimal(kind) or kinds.is_integer(kind):

@@ -55,19 +55,21 @@ def assert_defaults_of_older_rows_alone(target: Target) -> None:
 
 
 def apply_days(target: Target) -> None:
-    """Write Debezium's days into a column ``old`` of numbers, as earlier versions made it, and into a new column ``day``."""
-    old = spec(id=pa.int64(), old=pa.int32())
+    """Write Debezium's days into a column ``old`` of numbers, as earlier versions made it, into a column ``small`` of too small
+    numbers, and into a new column ``day``."""
+    old = spec(id=pa.int64(), old=pa.int32(), small=pa.int16())
     target.prepare(old, create=True, evolve="none")
-    apply(target, old, [one(1, {"old": -1})])
-    names = ("old", "day")
+    # The number is the 13th of October 2001 for MySQL, if it is to become a date.
+    apply(target, old, [one(1, {"old": -1, "small": 11013})])
+    names = ("old", "small", "day")
     table = replace(old, columns=(old.columns[0], *(Column(name, pa.int32(), note=DEBEZIUM_DATE) for name in names)))
-    target.prepare(table, create=True, evolve="add")
+    target.prepare(table, create=True, evolve="widen")
     # A further batch finds nothing to change.
     target.prepare(table, create=False, evolve="none")
-    apply(target, table, [one(2, {"old": 19782, "day": 19782}), one(3, {"day": -1})])
+    apply(target, table, [one(2, {"old": 19782, "small": 40000, "day": 19782}), one(3, {"day": -1})])
     rows = [row for batch in target.rows(table) for row in batch.to_pylist()]
     assert sorted(rows, key=lambda row: row["id"]) == [
-        {"id": 1, "old": -1, "day": None},
-        {"id": 2, "old": 19782, "day": 19782},
-        {"id": 3, "old": None, "day": -1},
+        {"id": 1, "old": -1, "small": 11013, "day": None},
+        {"id": 2, "old": 19782, "small": 40000, "day": 19782},
+        {"id": 3, "old": None, "small": None, "day": -1},
     ]
