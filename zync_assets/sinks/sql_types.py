@@ -173,7 +173,7 @@ def is_padded(existing: SqlType) -> bool:
 
 def has_trait(existing: SqlType, trait: Trait) -> bool:
     """Whether a type has a trait of ``Target.columns_of``."""
-    return is_padded(existing) if trait == "padded" else isinstance(existing, sa.Integer)
+    return is_padded(existing) if trait == "padded" else isinstance(existing, (sa.Integer, sa.Numeric))
 
 
 def wider(existing: SqlType, kind: pa.DataType) -> SqlType | None:

@@ -286,7 +286,7 @@ class Target(ABC):
         return True
 
     def columns_of(self, spec: TableSpec, trait: Trait) -> frozenset[str]:
-        """The table's columns that are ``padded``, and ignore spaces at the ends of texts; or that have a whole ``number``."""
+        """The table's columns that are ``padded``, and ignore spaces at the ends of texts; or that have a ``number``."""
         return frozenset()
 
     def past_places(self, place: Place, spec: TableSpec, origin: str, writers: Mapping[Place, bool]) -> Sequence[Place]:

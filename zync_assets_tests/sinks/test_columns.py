@@ -318,10 +318,11 @@ def test_a_number_of_a_staged_topic_is_a_time_by_the_output_schemas(tmp_path: Pa
 
 def test_a_table_that_has_numbers_for_the_times_of_a_staged_topic_keeps_them(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "shop.db") as connection:
-        connection.execute("CREATE TABLE rows (id INTEGER PRIMARY KEY, day INTEGER, moment BIGINT, clock TEXT)")
+        connection.execute("CREATE TABLE rows (id INTEGER PRIMARY KEY, day NUMERIC, moment BIGINT, clock TEXT)")
     sink = Sink("shop", "sqlite", "shop.db", rename={"at": "moment"})
     it = staged_layout(tmp_path, sink)
     assert column_types(it) == {"day": pa.int32(), "moment": pa.int64(), "clock": pa.time64("us"), "zoned": pa.string()}
+    assert [column.note for column in it.spec.others] == ["", "", *(note for _, note, _ in [*TIMES.values()][2:])]
 
 
 def test_a_field_that_a_staged_record_leaves_out_meets_no_condition_and_fails_none() -> None:
