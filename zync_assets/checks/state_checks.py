@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, time
+from datetime import UTC, datetime, time
 from decimal import Decimal
 from functools import partial
 from heapq import nsmallest
@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 
 from zync_assets.checks.sink_checks import sink_subject
-from zync_assets.codecs.fields import BITS
+from zync_assets.codecs.fields import BITS, ZONED_TIMESTAMP
 from zync_assets.codecs.spark_types import rows_frame
 from zync_assets.errors import LakeError, SinkError, TableUnfit, TargetRefused
 from zync_assets.etl.views.query import removed_records
@@ -323,13 +323,17 @@ def _difference(
 def _key(spec: TableSpec, row: dict[str, Any]) -> str:
     """The key as text, equal where the keys are."""
     key_columns = (column for column in spec.columns if column.name in spec.key)
-    return ", ".join(f"{column.name}={_key_text(row[column.name], as_json=column.as_json)}" for column in key_columns)
+    return ", ".join(f"{column.name}={_key_text(row[column.name], column)}" for column in key_columns)
 
 
-def _key_text(value: Any, *, as_json: bool) -> str:
+def _key_text(value: Any, column: Column) -> str:
     # A column of JSON keeps neither spaces nor the order of names. A database may keep no sign of a zero.
-    if as_json:
+    if column.as_json:
         return json.dumps(json.loads(value), sort_keys=True)
+    if column.note == ZONED_TIMESTAMP:
+        # A column of instants keeps no form of a text.
+        with suppress(ValueError, OverflowError):
+            return repr(datetime.fromisoformat(value).astimezone(UTC).isoformat())
     return repr(value or 0.0 if isinstance(value, float) else value)
 
 

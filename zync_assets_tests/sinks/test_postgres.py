@@ -136,6 +136,33 @@ def test_a_key_has_arrays_structs_and_nan(
     assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
 
 
+INSTANT_KEYS = """
+inputs:
+  - {topic: $left, pool: Raw, format: connect-json}
+sinks:
+  - {name: house, type: postgres, url: "URL", from: [Raw.$left], table: rows, key: [device, at]}
+"""
+
+
+def test_the_rows_of_a_table_with_instants_in_its_key_are_compared(
+    server: Postgres, database: str, services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    server.run(database, "CREATE TABLE rows (device int, at timestamptz, v text, PRIMARY KEY (at, device))")
+    it = mini(services, spark, tmp_path, unique, INSTANT_KEYS.replace("URL", url(server, database)))
+    device = {"field": "device", "type": "int32"}
+    at = {"field": "at", "type": "string", "name": ZONED_TIMESTAMP}
+    key_schema = {"type": "struct", "fields": [device, at]}
+    schema = {"type": "struct", "fields": [{"field": "v", "type": "string"}]}
+    for second, v in ((1, "a"), (2, "b"), (1, "c")):
+        key = {"schema": key_schema, "payload": {"device": 1, "at": f"2024-01-02T03:04:0{second}.500000Z"}}
+        it.send(it.left, (json.dumps(key), {"schema": schema, "payload": {"v": v}}))
+    it.ingest()
+    assert list(sink_all(it.pipeline, lambda: spark))
+    assert server.run(database, "SELECT v FROM rows ORDER BY at") == [("c",), ("b",)]
+    (sink,) = it.pipeline.sinks
+    assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
+
+
 def test_a_partial_update_of_a_row_needs_no_column_that_may_be_null(server: Postgres, database: str) -> None:
     """PostgreSQL checks NOT NULL before ON CONFLICT."""
     target = PostgresTarget(url(server, database))
