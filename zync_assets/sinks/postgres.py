@@ -37,7 +37,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.engine.interfaces import ReflectedColumn
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.fields import DEBEZIUM_JSON
+from zync_assets.codecs.fields import DEBEZIUM_JSON, ZONED_TIMESTAMP
 from zync_assets.crashes import crash_point
 from zync_assets.errors import SinkError, TableLocked, TargetRefused, TargetUnavailable
 from zync_assets.pipeline import Evolve
@@ -339,6 +339,8 @@ class PostgresTarget(SqlTarget):
             return sa.cast(found, ARRAY(sa.Text))
         is_as_text = (
             isinstance(kind, (AbstractRange, INTERVAL, NamedType))
+            # The driver has no infinity, and no year before 1 or after 9999.
+            or column.note == ZONED_TIMESTAMP
             or (isinstance(kind, sa.Time) and kind.timezone)
             # The driver reads JSON: of the text "x", quotes included, it would give x.
             or (isinstance(kind, sa.JSON) and pa.types.is_string(column.type))

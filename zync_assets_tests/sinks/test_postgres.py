@@ -144,21 +144,23 @@ sinks:
 """
 
 
-def test_the_rows_of_a_table_with_instants_in_its_key_are_compared(
+def test_the_rows_of_a_table_with_instants_in_its_key_and_infinity_are_compared(
     server: Postgres, database: str, services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
-    server.run(database, "CREATE TABLE rows (device int, at timestamptz, v text, PRIMARY KEY (at, device))")
+    server.run(
+        database, "CREATE TABLE rows (device int, at timestamptz, v text, until timestamptz, PRIMARY KEY (at, device))"
+    )
     it = mini(services, spark, tmp_path, unique, INSTANT_KEYS.replace("URL", url(server, database)))
     device = {"field": "device", "type": "int32"}
-    at = {"field": "at", "type": "string", "name": ZONED_TIMESTAMP}
+    at, until = ({"field": name, "type": "string", "name": ZONED_TIMESTAMP} for name in ("at", "until"))
     key_schema = {"type": "struct", "fields": [device, at]}
-    schema = {"type": "struct", "fields": [{"field": "v", "type": "string"}]}
+    schema = {"type": "struct", "fields": [{"field": "v", "type": "string"}, until]}
     for second, v in ((1, "a"), (2, "b"), (1, "c")):
         key = {"schema": key_schema, "payload": {"device": 1, "at": f"2024-01-02T03:04:0{second}.500000Z"}}
-        it.send(it.left, (json.dumps(key), {"schema": schema, "payload": {"v": v}}))
+        it.send(it.left, (json.dumps(key), {"schema": schema, "payload": {"v": v, "until": "infinity"}}))
     it.ingest()
     assert list(sink_all(it.pipeline, lambda: spark))
-    assert server.run(database, "SELECT v FROM rows ORDER BY at") == [("c",), ("b",)]
+    assert server.run(database, "SELECT v, until::text FROM rows ORDER BY at") == [("c", "infinity"), ("b", "infinity")]
     (sink,) = it.pipeline.sinks
     assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
 
