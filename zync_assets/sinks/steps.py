@@ -12,7 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+import pyarrow as pa
+
 from zync_assets import upkeep
+from zync_assets.codecs.fields import fields_of, is_envelope, type_at
+from zync_assets.codecs.spark_types import original_name
 from zync_assets.conflicts import EVERYWHERE, raise_first, retried
 from zync_assets.errors import (
     BadRecords,
@@ -270,6 +274,7 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
     def commit(batch: SinkBatch) -> SinkCommit | None:
         if not batch.plan.nothing_to_do:
             _warn_of_removed_records(batch.plan)
+            _warn_of_changing_key(batch.plan)
             try:
                 return commit_sink(batch, evolves=False)
             except TableUnfit as error:
@@ -294,6 +299,25 @@ def _warn_of_removed_records(plan: SinkPlan) -> None:
                 " comes with its next record. To have all rows now, take an incremental snapshot of the source",
                 *(plan.sink.name, plan.table.name, count, plan.table.source),
             )
+
+
+def _warn_of_changing_key(plan: SinkPlan) -> None:
+    """Warn before the first batch of a table of Debezium's envelopes if its key has a field that the records' keys lack.
+    Debezium makes a delete and an insert of an update only where it changes the source's own key."""
+    if not isinstance(plan.state, raw.RawState) or plan.progress.next or plan.sink.mode != "upsert":
+        return
+    key, value = (type_at(pa.struct(plan.state.schema), [side]) for side in ("key", "value"))
+    if value is None or not is_envelope(value) or (key is not None and not pa.types.is_struct(key)):
+        return
+    own_names = {original_name(item.name) for item in fields_of(key)} if key is not None else set[str]()
+    row_names = [name.removeprefix("value.") for name in plan.sink.key if not name.startswith(("key.", "kafka."))]
+    if others := [name for name in row_names if name not in own_names]:
+        _log.warning(
+            "sink %s, table %s: the keys of %s lack %s. If an update changes such a field, the row of its former value stays. A"
+            " delete finds its row by `before`, which PostgreSQL fills with REPLICA IDENTITY FULL alone. A view with this key"
+            " keeps the table right",
+            *(plan.sink.name, plan.table.name, plan.table.source, ", ".join(others)),
+        )
 
 
 def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:

@@ -1060,6 +1060,29 @@ def test_a_default_is_given_to_no_record_of_a_later_schema(
     assert rows(it) == [(1, "a", "us"), (2, "b", None), (3, "c", "us"), (4, "d", "eu")]
 
 
+def test_a_key_that_an_update_may_change_gives_a_warning(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = ENVELOPE[: ENVELOPE.index("  - {name: some")].replace(
+        "key-format: string", "key-format: json, key-schema: id bigint", 1
+    )
+    sinks = ", key: [{}]}}\n  - {{name: own, type: sqlite, url: shop.db, from: [Raw.$left], table: own, key: [{}]}}\n"
+    text = text.replace("table: rows}\n", f"table: rows{sinks.format('value.v', 'id')}")
+    it = mini(services, spark, tmp_path, unique, text)
+    row = {"id": 1, "v": "a", "n": None}
+    it.send(it.left, (b'{"id": 1}', {"before": None, "after": row, "op": "c"}))
+    it.ingest()
+    write(it)
+    it.send(it.left, (b'{"id": 1}', {"before": {"id": 1}, "after": {**row, "v": "b"}, "op": "u"}))
+    it.ingest()
+    write(it)
+    assert rows(it, "SELECT id, v FROM rows ORDER BY v") == [(1, "a"), (1, "b")]
+    assert rows(it, "SELECT id, v FROM own") == [(1, "b")]
+    warnings = [text for record in caplog.records if "former value stays" in (text := record.getMessage())]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"sink rows, table rows: the keys of Raw.{it.left} lack v. If an update changes such")
+
+
 NO_CHANGE = (
     ENVELOPE[: ENVELOPE.index("  - {name: all")]
     + """
