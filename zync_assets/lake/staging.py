@@ -34,8 +34,9 @@ The account column:
     closed                          the next offset               text: a domain whose transactions have ids without ends:
                                                                   END records below this offset were taken
     done, unmatched, dropped, quarantined, expired
-                 input              offsets of the class          count: records, where it is known; of a quarantined
-                                                                  one that ETL failed on, rule and text: why
+                 input              offsets of the class          count: records, where it is known; of one that ETL
+                                                                  failed on, quarantined or dropped from there, rule
+                                                                  and text: why
     pending      input              one offset                    rule, hash of the join key (null: a null key, or none),
                                                                   row: hash of the source row, for a held output,
                                                                   text: change, if it changes its row (null: makes it);

@@ -410,12 +410,13 @@ def plan_drop(pipeline: Pipeline, pool: str, selection: Selection) -> DropPlan:
 def commit_drop(plan: DropPlan) -> frozenset[tuple[str, int, int]]:
     """Drop the records in one commit; their places. Raises CommitConflict if an ETL batch came first."""
     state = plan.snapshot.staging(plan.pool)
-    ranges = list(_quarantined_ranges(state, plan.places)) if state is not None else []
-    if state is None or not ranges:
+    reasons = dict(_quarantined_ranges(state, plan.places)) if state is not None else {}
+    if state is None or not reasons:
         return frozenset()
+    ranges = list(reasons)
     files, removals = carve(state, ranges)
     folder = f"batch-{state.head.batch + 1:012d}-{uuid.uuid4().hex[:12]}/{staging.ACCOUNT_FOLDER}"
-    entries = [item.entry("dropped") for item in ranges]
+    entries = [item.entry("dropped") | reason for item, reason in reasons.items()]
     files.append(staging.write_ledger(state.table.uri, f"{folder}/dropped.parquet", entries))
     counts = Counter(state.head.counts)
     for item in ranges:
@@ -427,13 +428,18 @@ def commit_drop(plan: DropPlan) -> frozenset[tuple[str, int, int]]:
     return plan.places
 
 
-def _quarantined_ranges(state: StagingState, places: Iterable[tuple[str, int, int]]) -> Iterator[ClassRange]:
-    """The places that are quarantined in this state of the account, or expired."""
+def _quarantined_ranges(
+    state: StagingState, places: Iterable[tuple[str, int, int]]
+) -> Iterator[tuple[ClassRange, dict[str, object]]]:
+    """The places that are quarantined in this state of the account, or expired. Each has ``rule`` and ``text`` of a failure: no
+    state of a table gets the row of a record that a view failed on, also after its drop."""
     offset_lists: dict[tuple[str, int], list[int]] = {}
     for topic, partition, offset in sorted(places):
         offset_lists.setdefault((topic, partition), []).append(offset)
     for entry in staging.read_ledger(state, ["quarantined", "expired"]).to_pylist():
         topic, partition = entry["topic"], entry["partition"]
         offsets = np.array(offset_lists.get((topic, partition), []), np.int64)
+        has_failed = entry["kind"] == "quarantined"
+        reason: dict[str, object] = {name: entry[name] for name in ("rule", "text") if has_failed}
         for part in runs_within(OffsetRange(partition, entry["first"], entry["end"]), offsets):
-            yield ClassRange(topic, entry["kind"], None, part)
+            yield ClassRange(topic, entry["kind"], None, part), reason

@@ -64,7 +64,7 @@ def raw_rows(spark: SparkSession, state: StagingState, raw: RawState, table: Tab
     positions = {part: item for (name, part), item in state.head.inputs.items() if name == topic}
     ranges = [OffsetRange(part, item.first, item.seen) for part, item in positions.items()]
     frame = frames.record_frame(spark, raw, [part for part in ranges if not part.empty])
-    condition = _quarantined_records(state, topic).condition(topic)
+    condition = _failed_records(state, topic).condition(topic)
     return frame if condition is None else frame.where(f"NOT ({condition})")
 
 
@@ -111,9 +111,9 @@ def filled_rows(reader: StateReader, state: StagingState, raw: RawState, kind: T
     return pairs.selectExpr("key", row, *(f"version.{name}" for name in ("partition", "offset", "high", "low")))
 
 
-def _quarantined_records(state: StagingState, topic: str) -> Failures:
-    """The records of a topic in the pool's quarantine."""
-    rows = staging.read_ledger(state, ["quarantined"])
+def _failed_records(state: StagingState, topic: str) -> Failures:
+    """The records of a topic that a rule failed on: those in the pool's quarantine, and those dropped from there."""
+    rows = staging.read_ledger(state, ["quarantined", "dropped"])
     rows = rows.filter(pc.and_(pc.equal(rows["topic"], topic), pc.is_valid(rows["text"])))
     places = [(topic, row["partition"], at) for row in rows.to_pylist() for at in range(row["first"], row["end"])]
     return Failures({place: Failure(*place, "", "") for place in places})

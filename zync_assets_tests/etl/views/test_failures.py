@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from zync_assets.checks.state_checks import state_equals_raw
 from zync_assets.errors import EtlError
+from zync_assets.lake.quarantine_table import EVERYTHING
 from zync_assets.local.services import Services
-from zync_assets.runner import rebuild_all
+from zync_assets.runner import drop_all, rebuild_all
 from zync_assets_tests.mini import Mini, make_pipeline, mini_of
 
 if TYPE_CHECKING:
@@ -87,6 +89,27 @@ def test_a_row_that_fails_stops_no_other_row(
     assert it.values()[2:] == [{"size": 7, "share": 100 / 3}]
     assert it.classes(it.right) == {"done": 2, "quarantined": 1}
     assert [at[:2] for at in reasons(it)] == [(it.left, 1), (it.left, 4), (it.left, 5), (it.right, 2)]
+
+
+@pytest.mark.slow
+def test_a_record_that_was_dropped_from_quarantine_has_no_row_in_a_state_that_is_made_again(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = made(services, spark, tmp_path, unique, '{size: "CAST(t.size AS INT)"}')
+    it.send(it.left, row(1, "3"), row(2, "4"))
+    it.step()
+    it.send(it.left, row(1, "x"), row(2, "5"), row(3, "y"))
+    it.step()
+    assert drop_all(it.pipeline, EVERYTHING) == 2
+    whole = state_equals_raw(it.pipeline, "Staging", lambda: it.spark)
+    assert whole.passed, whole.summary
+    list(rebuild_all(it.pipeline, lambda: it.spark, "state"))
+    assert it.values() == [{"size": 3}, {"size": 4}, {"size": 5}]
+    it.send(it.right, name(7, "Ann"))
+    it.send(it.left, row(1, "6"))
+    it.step()
+    assert it.values()[3:] == [{"size": 6}]
+    assert it.classes(it.left) == {"done": 4, "dropped": 2}
 
 
 @pytest.mark.slow
