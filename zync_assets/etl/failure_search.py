@@ -3,7 +3,8 @@
 A search runs one Spark job for the conditions and join keys of each input. It then repeats a job for the outputs until the job
 finds no failure: after one record of a pair is removed, the other record may make another pair. A few more jobs fetch Spark's
 error texts. If an output of several records fails, the search removes the record that makes the expression fail alone. If there
-is no such record, the search removes the record that completed the output. This choice does not depend on the cut of the batches.
+is no such record, the search removes the record that completed the output. Of the failing pairs of a join key, a job counts the
+first one: the later records pair anew. The choice of records then does not depend on the cut of the batches.
 
 A record that overflows Java's stack fails the search too. ``OverflowSearch`` finds the record, and the search goes on without it.
 """
@@ -174,6 +175,8 @@ _PARTITION = "partition-by"
 """The part that fails where an output's partition can't be computed."""
 MOST_JOBS = 40
 """Jobs of one search that look for failing outputs."""
+MOST_TURNS = 20
+"""Jobs of one search that count the first failing pair of a join key alone. Later jobs count all failing pairs."""
 TEXTS = 8
 """The most failures of one search that quote Spark's error text, because each text takes a Spark job. The first failure of
 every expression quotes Spark."""
@@ -223,12 +226,15 @@ class _Search:
         """The rules that may have more failing outputs; None: all rules. Without a failing record, a rule pairs others."""
         self.unshared: frozenset[str] | None = None
         """The rules that have outputs since the last look at partitions; None: all."""
+        self.counts_all = False
+        """Whether all failing pairs of a join key count."""
         self.overflow = OverflowSearch(transform, self._rows)
 
     def run(self) -> dict[Place, Failure]:
         with search_settings(self.transform.spark):
             self._records()
-            for _ in range(MOST_JOBS):
+            for number in range(MOST_JOBS):
+                self.counts_all = number >= MOST_TURNS
                 if not self._outputs():
                     break
             else:
@@ -281,8 +287,10 @@ class _Search:
         rows = self._rows(failures.failing_sides)
         if "failed" not in rows.columns:
             return
-        failing_rows = rows.where("failed IS NOT NULL").selectExpr("rule", "failed", "last", "blamed", "source")
-        for row in failing_rows.limit(failures.MOST_FAILURES + 1).collect():
+        names = ("rule", "failed", "last", "blamed", "source", "pair_key")
+        failing_rows = rows.where("failed IS NOT NULL").select(*names).limit(failures.MOST_FAILURES + 1).collect()
+        counts_all = self.counts_all or len(failing_rows) > failures.MOST_FAILURES
+        for row in failing_rows if counts_all else failures.first_pairs(failing_rows, self.rules):
             names = [side.name for side in self.rules[row["rule"]].sides]
             # The output of a record that expired has that record alone.
             alone = row["blamed"] is None or len(row["source"]) < len(names)

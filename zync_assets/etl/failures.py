@@ -10,7 +10,7 @@ only once, outside of ``try_to_binary``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ from zync_assets.spark.failures import fails
 from zync_assets.spark.sql import shape_sql
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame, Row, SparkSession
 
 
 def sides_sql(rule: Rule, target: OutputColumns) -> dict[str, str]:
@@ -54,18 +54,42 @@ def sides_sql(rule: Rule, target: OutputColumns) -> dict[str, str]:
 
 
 def failing_sides(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
-    """The columns ``failed`` and ``blamed`` for ``etl.rules.stateless.singles`` and ``paired``, as (name, SQL).
+    """The columns ``failed``, ``blamed`` and ``pair_key`` for ``etl.rules.stateless.singles`` and ``paired``, as (name, SQL).
 
     ``failed``: the output side whose expression fails. ``blamed``: the side of the rule whose record makes the expression
-    fail with any record on the others. Null if several records fail alone, or if only the records together fail.
+    fail with any record on the others. Null if several records fail alone, or if only the records together fail. ``pair_key``:
+    a hash of the join key of a pair; null for other outputs.
     """
     sides = sides_sql(rule, target)
     side_cases = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
-    blamed = "CAST(NULL AS STRING)"
+    blamed, pair_key = "CAST(NULL AS STRING)", "CAST(NULL AS BIGINT)"
     if len(rule.sides) > 1 and rule.group is None:
+        first_side = rule.sides[0]
+        pair_key = f"CASE WHEN `{first_side.name}` IS NOT NULL THEN xxhash64({', '.join(first_side.keys)}) END"
         cases = [f"WHEN {fails(sql)} THEN {_single_side(rule, sql)}" for sql in sides.values()]
         blamed = f"CASE {' '.join(cases)} END"
-    return [("failed", f"CASE {side_cases} END"), ("blamed", blamed)]
+    return [("failed", f"CASE {side_cases} END"), ("blamed", blamed), ("pair_key", pair_key)]
+
+
+def first_pairs(rows: Sequence[Row], rules: Sequence[Rule]) -> Iterator[Row]:
+    """The failing outputs without those of the later pairs of a join key, unless one record fails alone. ``rows``: of ``rules``,
+    with rule (its index), blamed, source and pair_key."""
+
+    def turn(row: Row) -> tuple[int, int]:
+        # The k-th record of a side is in the k-th pair.
+        return row["source"][0]["partition"], row["source"][0]["offset"]
+
+    names = [rule.part_of or rule.name for rule in rules]
+    firsts: dict[tuple[str, int], tuple[int, int]] = {}
+    for row in rows:
+        if row["pair_key"] is not None and len(row["source"]) > 1:
+            key = names[row["rule"]], row["pair_key"]
+            firsts[key] = min(turn(row), firsts.get(key, turn(row)))
+    for row in rows:
+        first = firsts.get((names[row["rule"]], row["pair_key"]))
+        # The output of a record that expired has that record alone.
+        if row["blamed"] is not None or len(row["source"]) < 2 or first in (None, turn(row)):
+            yield row
 
 
 def _single_side(rule: Rule, sql: str) -> str:

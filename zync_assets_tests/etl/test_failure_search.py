@@ -165,6 +165,35 @@ def test_what_is_taken_out_of_a_pair_does_not_depend_on_where_batches_are_cut(ma
     sound(it)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_pairs_after_a_failing_pair_do_not_depend_on_where_batches_are_cut(make: Make, batches: int) -> None:
+    """Two records of a join key would each fail with the record at the same place. The second one meets another record."""
+    it = make(TOGETHER)
+    it.send(it.left, row(4, "2"), row(4, "3"))
+    it.step()
+    it.send(it.right, row(4, "2"))
+    if batches == 2:
+        it.step()
+    it.send(it.right, row(4, "3"), row(4, "4"))
+    it.step()
+    assert it.values() == [{"id": 4, "n": -100}, {"id": 4, "n": -100}]
+    assert failing(it).keys() == {(it.right, 0)}
+    sound(it)
+
+
+@pytest.mark.slow
+def test_a_join_key_with_many_failing_pairs_stops_no_batch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure_search, "MOST_TURNS", 2)
+    it = make(TOGETHER)
+    it.send(it.left, *(row(4, "2") for _ in range(9)))
+    it.send(it.right, *(row(4, "2") for _ in range(8)), row(4, "1"))
+    it.step()
+    assert it.values() == [{"id": 4, "n": 100}]
+    assert len(failing(it)) == 8
+    sound(it)
+
+
 def test_a_record_goes_through_the_mended_rule_once(make: Make) -> None:
     it = make(COPY)
     it.send(it.left, row(1, "1"), row(2, "x"), row(3, "3"), row(4, "y"))
