@@ -5,7 +5,8 @@ have names that Kafka does not have, and one partition each: their order is the 
 scratch pool is published or registered.
 
 The scratch pool of a rebuild is in the lake, below ``~rebuild``. After a kill, the next rebuild goes on with its last batch. The
-names of its output topics hold a digest of rules, inputs and outputs: a scratch pool of another file is removed.
+names of its output topics hold a digest of rules, inputs and outputs: a scratch pool of another file is removed. So is a scratch
+pool that lacks records of a replay below its *seen*.
 """
 
 from __future__ import annotations
@@ -161,7 +162,12 @@ def _recomputed_commits(
         until = _seen_offsets(state)
 
         def read(until: Mapping[tuple[str, int], int] = until) -> EtlBatch:
-            return _batch(scratch_pipeline, session, plan_etl(scratch_pipeline, scratch_pool, until=until))
+            plan = plan_etl(scratch_pipeline, scratch_pool, until=until)
+            if any(item.kind == "quarantined" for item in plan.retries.parts):
+                # A replay since the last batch. Its records would come after later records: the scratch pool begins again.
+                tables.remove_table(storage.staging_uri(scratch_pipeline.lake, scratch_pool))
+                plan = plan_etl(scratch_pipeline, scratch_pool, until=until)
+            return _batch(scratch_pipeline, session, plan)
 
         commit = retried(
             read, lambda batch: None if batch.plan.nothing_to_do else commit_staging(scratch_pipeline, batch)

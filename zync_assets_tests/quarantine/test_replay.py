@@ -20,7 +20,7 @@ from zync_assets.lake import raw, staging
 from zync_assets.lake.quarantine_table import EVERYTHING, quarantined_records
 from zync_assets.local.services import Services
 from zync_assets.quarantine.replay import commit_drop, commit_replay, plan_drop, plan_replay
-from zync_assets.runner import drop_all, etl_all, replay_all
+from zync_assets.runner import drop_all, etl_all, rebuild_all, replay_all
 from zync_assets_tests.mini import BOTH, Mini, mini, row
 from zync_assets_tests.test_exactly_once import breaking
 from zync_assets_tests.test_writers_side_by_side import AVRO, COPY, fastavro_bytes
@@ -117,6 +117,23 @@ def test_a_replay_after_later_records_names_the_partition_and_the_cure(late: Lat
     assert done.stdout == "1 replayed, 0 left\n"
     assert f"note: ETL took later records before the replayed ones, of topic {it.left}, partition 0." in done.stderr
     assert f"zync rebuild {it.pipeline.path}" in done.stderr
+
+
+def test_a_rebuild_that_was_killed_before_a_replay_makes_the_rows_right(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """All records change the same row, and the replayed record is not the last."""
+    late = Late(mini(services, spark, tmp_path, unique, AVRO + COPY.replace("in.key", "\"'all'\"")))
+    it = late.it
+    it.step()
+    # The scratch pool has all records that ETL has taken, and is there for the next rebuild.
+    assert next(rebuild_all(it.pipeline, lambda: it.spark)).pool == "~rebuild/Staging"
+    late.mend()
+    replay(it)
+    assert ids(it) == [1, 3, 2]
+    assert [commit.pool for commit in rebuild_all(it.pipeline, lambda: it.spark)] == ["~rebuild/Staging", "Staging"]
+    assert ids(it) == [1, 3, 2, 3]
+    assert it.classes(it.left) == {"done": 3}
 
 
 @pytest.mark.slow
