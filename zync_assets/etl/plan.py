@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from zync_assets.audit.guard import check_begins, check_rollback
 from zync_assets.codecs.fields import has_lacking
 from zync_assets.errors import EtlError
-from zync_assets.etl.retries import NOTHING, ClassRange, Retries, Retry, Waits, retries_of, split, waits_of, with_joins
+from zync_assets.etl.retries import (
+    NOTHING,
+    ClassRange,
+    Retries,
+    Retry,
+    Waits,
+    retries_of,
+    split,
+    waits_of,
+    waits_on,
+    with_joins,
+)
 from zync_assets.etl.rule_changes import renamed_rules
 from zync_assets.etl.streams import Cut, cuts, domains_of, owners, unseen
 from zync_assets.lake import publication, raw, staging
@@ -117,7 +128,7 @@ def rebuild_plan(pipeline: Pipeline, pool: str, kind: Rebuild) -> EtlPlan:
     plan = plan_etl(pipeline, pool)
     has_tables = plan.state is not None and any(rule.tables for rule in pipeline.rules_of(pool))
     ranges: dict[str, tuple[OffsetRange, ...]] = dict.fromkeys(plan.ranges, ())
-    waits = replace(plan.waits, overdue=())
+    waits = waits_on(plan.state)
     return replace(plan, ranges=ranges, retries=Retries(), cuts={}, rebuild=kind if has_tables else None, waits=waits)
 
 
@@ -227,8 +238,8 @@ def plan_etl(
     states = {topic: _with_order(table) if topic in owner else table for topic, table in states.items()}
     if is_unfilled and not retries.parts:
         # Before new records, the rows that are there get the default. A replay that the user asked for comes first.
-        waits = replace(waits, overdue=())
-        return EtlPlan(pool, state, states, dict.fromkeys(ranges, ()), domains=owner, rebuild="views", waits=waits)
+        ranges = dict.fromkeys(ranges, ())
+        return EtlPlan(pool, state, states, ranges, domains=owner, rebuild="views", waits=waits_on(state))
     if not any(ranges.values()):
         # A tick with nothing new lists no files.
         return EtlPlan(pool, state, states, ranges, retries, owner, waits=waits, new_views=views)

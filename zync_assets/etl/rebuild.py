@@ -36,7 +36,7 @@ from zync_assets.etl.failures import Failure, Place
 from zync_assets.etl.partitions import by_in_lake_names, by_sql
 from zync_assets.etl.plan import EtlPlan, Recomputed, plan_etl
 from zync_assets.etl.positions import Bound
-from zync_assets.etl.retries import Retries
+from zync_assets.etl.retries import Retries, waits_on
 from zync_assets.etl.rules.kind import LACKING, OutputColumns, union
 from zync_assets.etl.rules.output_schemas import record_fields
 from zync_assets.etl.rules.shapes import COLUMN as HEADERS
@@ -75,7 +75,7 @@ def rebuild_events_plan(pipeline: Pipeline, pool: str, recomputed: Recomputed) -
             if (position.seen if scratch_position is None else scratch_position.seen) != position.seen:
                 raise CommitConflict(f"pool {pool}: another process transformed {place[0]} meanwhile; run again")
     ranges: dict[str, Any] = dict.fromkeys(plan.ranges, ())
-    waits = replace(plan.waits, overdue=())
+    waits = waits_on(plan.state)
     return replace(plan, ranges=ranges, retries=Retries(), cuts={}, waits=waits, recomputed=recomputed)
 
 

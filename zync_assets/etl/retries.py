@@ -385,6 +385,11 @@ def waits_of(pipeline: Pipeline, pool: str, state: StagingState | None) -> Waits
     return Waits(tuple(overdue), oldest)
 
 
+def waits_on(state: StagingState | None) -> Waits:
+    """The waits for a batch that ends none of them. The next batch looks for the records whose wait is over."""
+    return Waits() if state is None else Waits((), dict(state.head.waits))
+
+
 def next_waits(waits: Waits, start_times: Mapping[str, int], waiting: Mapping[tuple[str, str], int]) -> dict[str, int]:
     """The times of the account's head after a batch. ``start_times``: rule → when records of the batch began to wait;
     ``waiting``: (rule, topic) → records that are pending after the batch."""

@@ -17,7 +17,9 @@ from zync_assets.cli.records import pending_rows
 from zync_assets.etl import ledger, positions
 from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.local.services import Services
-from zync_assets_tests.mini import Mini, failing_commit, make_pipeline, mini_of
+from zync_assets.runner import rebuild_all
+from zync_assets_tests.etl.test_rebuild import LOOKS
+from zync_assets_tests.mini import BOTH, Mini, failing_commit, make_pipeline, mini, mini_of, row
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -204,6 +206,23 @@ def test_an_event_waits_for_each_row_and_for_no_longer_than_the_file_says(
     world.check()
     assert not world.model.waiting
     assert world.it.head.waits == {}
+
+
+@pytest.mark.slow
+def test_the_rebuild_of_a_view_prolongs_no_wait(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = mini(services, spark, tmp_path, unique, BOTH[: BOTH.index("outputs:")] + LOOKS)
+    clock = ledger.present()
+    monkeypatch.setattr(ledger, "present", lambda: clock)
+    it.send(it.right, ("k1", row(1, "A")))
+    it.send(it.left, ("k2", row(2, "y")))
+    it.step()
+    clock += 600_000
+    list(rebuild_all(it.pipeline, lambda: it.spark, topics=[f"{it.out}.view"]))
+    assert it.classes(it.left) == {"pending": 1}
+    it.etl()
+    assert it.classes(it.left) == {"quarantined": 1}
 
 
 EVENTS = st.tuples(
