@@ -371,20 +371,29 @@ def is_rebuilt(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan) -> bool:
     if facts(state.head) != facts(recomputed.state.head):
         return False
     # Both have the same number of rows.
-    old, new = (_pending_places(spark, pool_state, inputs) for pool_state in (state, recomputed.state))
+    old, new = (_named_places(spark, pool_state, inputs) for pool_state in (state, recomputed.state))
     return old is None or new is None or new.exceptAll(old).isEmpty()
 
 
-def _pending_places(spark: SparkSession, state: StagingState, topics: Collection[str]) -> DataFrame | None:
-    """The places and rules of the pending records of some topics, however many there are. None: no record is pending."""
+_NAMED = ("pending", "quarantined", "expired")
+"""The classes whose records ``zync pending`` and ``zync quarantine`` name."""
+
+
+def _named_places(spark: SparkSession, state: StagingState, topics: Collection[str]) -> DataFrame | None:
+    """The records of some topics in the classes _NAMED, however many there are, with the rules of pending ones. An expired record
+    is ``listed`` if quarantine has it. None: there is no such record."""
     from pyspark.sql import functions as F
 
-    if not any(count for (_, topic), count in state.head.waiting.items() if topic in topics):
+    if not any(count for (topic, _, kind), count in state.head.counts.items() if topic in topics and kind in _NAMED):
         return None
     place = ["topic", "partition", "first"]
     entries = frames.ledger_frame(spark, state).where(F.col("topic").isin(sorted(topics)))
-    pending = entries.where("kind = 'pending'").select(*place, "rule")
-    return pending.join(entries.where("kind = 'completed'").select(*place), place, "left_anti")
+    named = entries.where(F.col("kind").isin(*_NAMED))
+    completed = entries.where("kind = 'completed'").select(*place, "kind").withColumn("kind", F.lit("pending"))
+    offsets, listed = "explode(sequence(first, end - 1)) AS offset", "kind = 'expired' AND text IS NOT NULL AS listed"
+    named = named.join(completed, [*place, "kind"], "left_anti")
+    # Expired records of several rules may be one entry.
+    return named.selectExpr("topic", "partition", offsets, "kind", "IF(kind = 'pending', rule, NULL) AS rule", listed)
 
 
 def rebuild_account(

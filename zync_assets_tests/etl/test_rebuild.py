@@ -15,6 +15,7 @@ from zync_assets.cli.query import LATEST, table_frame
 from zync_assets.errors import EtlError
 from zync_assets.etl import history, positions
 from zync_assets.etl.plan import EtlCommit
+from zync_assets.lake.quarantine_table import quarantined_records
 from zync_assets.local.services import Services
 from zync_assets.publish.plan import plan_publish
 from zync_assets.runner import rebuild_all
@@ -449,6 +450,25 @@ def test_quarantined_records_are_looked_at_again(make: Make) -> None:
     rebuilt(edited)
     assert rows(edited) == {"a": {"l": 1}, "b": {"l": 7}}
     assert edited.classes(it.left) == {"done": 2, "quarantined": 1}
+    sound(edited)
+
+
+@pytest.mark.slow
+def test_expired_records_go_into_quarantine_by_an_edit(make: Make) -> None:
+    """No row differs, and each class has as many records as before."""
+    text = BOTH + JOIN.replace("    out:", "    expire-after: 1s\n    on-expire: drop\n    out:")
+    it = make(text)
+    it.send(it.left, ("a", row(1)), ("b", row(2)), times=[1_700_000_000_000, 1_700_000_009_000])
+    it.send(it.right, ("c", row(3)), times=[1_700_000_009_000])
+    it.step()
+    assert it.classes(it.left) == {"expired": 1, "pending": 1} and quarantined_records(it.pipeline) == []
+    edited = it.edited(text.replace("drop", "quarantine"))
+    rebuilt(edited)
+    assert [record.place for record in quarantined_records(edited.pipeline)] == [(it.left, 0, 0)]
+    assert edited.classes(it.left) == {"expired": 1, "pending": 1}
+    batch = edited.head.batch
+    rebuilt(edited)
+    assert edited.head.batch == batch
     sound(edited)
 
 
