@@ -36,7 +36,7 @@ from zync_assets.etl.views.differences import DUPLICATE
 from zync_assets.etl.views.failures import check_places, row_checks, table_failures, view_failures, with_reason
 from zync_assets.etl.views.maintenance import Maintenance
 from zync_assets.etl.views.query import Query, removed_records, rule_types, unfilled_tables
-from zync_assets.etl.views.rebuild import filled_rows, raw_rows, staged_differences
+from zync_assets.etl.views.rebuild import as_records, filled_rows, raw_rows, staged_differences
 from zync_assets.etl.views.state import StateFiles, StateReader, state_files
 from zync_assets.etl.views.state_index import indexed_columns, join_columns, write_index
 from zync_assets.etl.views.tables import (
@@ -270,7 +270,12 @@ def _changes(
     placeholder, joins = stage.pipeline.unavailable_value, join_columns(stage.rules)
     changes: dict[str, Change] = {}
     checks = row_checks(stage.spark, stage.rules, kinds)
-    with _failures(stage, lambda: table_failures(stage.spark, sources, checks)):
+
+    def search() -> dict[Place, Failure]:
+        stored = {name: as_records(*part) for name, part in filled.items()}
+        return table_failures(stage.spark, sources | stored, checks)
+
+    with _failures(stage, search):
         texts = {name: [check.over("row") for check in table_checks] for name, table_checks in checks.items()}
         records, facts = table_records(parts, placeholder, small=stage.small, measured=stage.measured, checks=texts)
 

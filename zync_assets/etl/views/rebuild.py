@@ -111,6 +111,13 @@ def filled_rows(reader: StateReader, state: StagingState, raw: RawState, kind: T
     return pairs.selectExpr("key", row, *(f"version.{name}" for name in ("partition", "offset", "high", "low")))
 
 
+def as_records(kind: TableType, rows: DataFrame) -> tuple[TableType, DataFrame]:
+    """Rows of a state (``filled_rows``) as the records of a table, for ``failures.table_failures``."""
+    table, deleted = replace(kind.table, key="key"), "(row IS NULL)"
+    records = rows.selectExpr("key", "row", "struct(partition, offset) AS kafka")
+    return TableType(table, kind.state_key, kind.state_row, "key", "row", deleted, kind.schema), records
+
+
 def _failed_records(state: StagingState, topic: str) -> Failures:
     """The records of a topic that a rule failed on: those in the pool's quarantine, and those dropped from there."""
     rows = staging.read_ledger(state, ["quarantined", "dropped"])

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from zync_assets.checks.state_checks import state_equals_raw
+from zync_assets.errors import EtlError
 from zync_assets.etl.rules.view import latest_sql
 from zync_assets.etl.views.tables import table_of, table_type
 from zync_assets.kafka.registry import Registry
@@ -237,6 +238,33 @@ def test_rows_of_removed_raw_records_have_the_default_of_a_later_column(
     topics.send(it.left, wider, {"id": 6, "status": "paid", "region": None})
     it.step()
     assert regions() == {1: "eu", 2: "us", 4: None, 6: None} | ({3: "eu"} if is_known else {})
+
+
+@pytest.mark.slow
+def test_the_default_of_a_removed_raw_record_that_a_join_fails_on_is_named(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    topics = Topics(services, spark, tmp_path, unique)
+    it, wider = topics.it, schema(*ORDER_FIELDS, ("region", ["string", "null"]))
+    wider["fields"][-1]["default"] = "eu"
+    for side, kind in (("key", KEY), ("value", LINE)):
+        topics.registry.register(f"{it.right}-{side}", json.dumps(kind))
+    text = AVRO.replace("topic: {left}, pool: Raw,", "topic: {left}, pool: Raw, retention: 1d,")
+    text = text.format(left=it.left, right=it.right, out=it.out)
+    topics.it = it = mini_of(make_pipeline(services, tmp_path, text), spark)
+    topics.send(it.left, ORDER, {"id": 1, "status": "new"})
+    it.step()
+    topics.send(it.left, ORDER, {"id": 2, "status": "new"})
+    topics.send(it.left, wider, {"id": 2, "status": "paid", "region": "1"})
+    it.ingest()
+    left = open_raw(it.lake, "Raw", it.left)
+    assert left is not None and left.retention_start == {0: 1}
+    text = text.replace("l.order_id = o.id", "l.order_id = CAST(o.region AS INT)")
+    it = mini_of(make_pipeline(services, tmp_path, text), spark)
+    with pytest.raises(
+        EtlError, match=r"CAST\(o.region AS INT\) = .*earlier record: topic .*, partition 0, offset 0\."
+    ):
+        list(rebuild_all(it.pipeline, lambda: spark, "views"))
 
 
 LOOK = (
