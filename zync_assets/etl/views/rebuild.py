@@ -72,8 +72,8 @@ def filled_rows(reader: StateReader, state: StagingState, raw: RawState, kind: T
     """The rows of a table's state, as ``changes.record_rows``, with the defaults of the columns ``kind.table.defaults``.
 
     For a table whose raw records retention removed in part. A row of a removed record has the default if the raw table still has
-    a later record of its partition from before the column. Otherwise nothing tells whether the source wrote the null: a warning
-    counts the nulls that stay.
+    a later record of its partition from before the column, and all such records are before those with the column. Otherwise
+    nothing tells whether the source wrote the null: a warning counts the nulls that stay.
     """
     from pyspark.sql import functions as F
 
@@ -89,7 +89,10 @@ def filled_rows(reader: StateReader, state: StagingState, raw: RawState, kind: T
         *(f"{frames.schema_condition(item.ids)} AS early_{at}" for at, item in enumerate(defaults.values())),
     )
     flags = [f"early_{at}" for at in range(len(defaults))]
-    sums = records.groupBy("at_partition").agg(*(F.expr(f"bool_or({flag}) AS {flag}") for flag in flags)).collect()
+    # A record from before the column that follows one with the column is of another writer, and tells nothing of the first.
+    order = "max(at_offset) FILTER (WHERE {0}) < min(at_offset) FILTER (WHERE NOT {0})"
+    checks = (F.expr(f"coalesce({order.format(flag)}, bool_or({flag})) AS {flag}") for flag in flags)
+    sums = records.groupBy("at_partition").agg(*checks).collect()
     live = reader.live(kind, state_files(state, table))
     removed = " OR ".join(f"version.partition = {part} AND version.offset < {end}" for part, end in starts.items())
     values: dict[str, tuple[str, str]] = {}
