@@ -64,7 +64,7 @@ def transaction_input(pipeline: Pipeline, domain: str, domains: Mapping[str, obj
 
 @dataclass(frozen=True)
 class TransactionFrontier:
-    """The frontier of a domain at the end of a transaction. ``own``: the streams with changes that can be counted."""
+    """The frontier of a domain at the end of a transaction. ``own``: the streams whose changes name their transactions."""
 
     whole: WholeTransactions
     frontier: Frontier
@@ -108,11 +108,13 @@ def transaction_frontier(
     read_events = partial(_events_of, states, read)
     parts = _ends_of(states[pipeline.transactions.topic], before)
     is_binlog = any(part.is_binlog for part in parts) or (before is not None and before.next is not None)
-    tables: dict[str, list[Stream]] = {}
+    tables, others = dict[str, list[Stream]](), list[Stream]()
     for stream in streams.streams:
         name = collection_of(pipeline, stream.topic, states[stream.topic], is_binlog=is_binlog)
         if name is not None:
             tables.setdefault(name, []).append(stream)
+        elif _names_transactions(states[stream.topic]):
+            others.append(stream)
     counting = Counting(
         tables,
         streams.closers,
@@ -120,6 +122,7 @@ def transaction_frontier(
         pipeline.transactions.limit,
         read_events,
         partial(_bad_offsets, snapshot),
+        others,
         _past_names(parts, before),
     )
     above = None if before is None else before.end
@@ -134,7 +137,7 @@ def transaction_frontier(
     slowest_stream = last if floor < front.order else front.behind
     if result.blocker is not None:
         slowest_stream = next(stream for stream in all_streams if stream.topic in result.blocker.topics)
-    return TransactionFrontier(result, Frontier(result.order, slowest_stream), counting.streams, counting, is_binlog)
+    return TransactionFrontier(result, Frontier(result.order, slowest_stream), counting.named, counting, is_binlog)
 
 
 def _placed_ends(parts: Sequence[EndRecords], counting: Counting, before: TransactionPosition | None) -> EndRecords:
@@ -177,12 +180,17 @@ def collection_of(pipeline: Pipeline, topic: str, state: RawState | None, *, is_
         return None
     if is_binlog or state is None or "value" not in state.schema.names:
         return name
+    return name if _names_transactions(state) else None
+
+
+def _names_transactions(state: RawState | None) -> bool:
+    """Whether a topic's changes have the ids of their transactions and their numbers."""
+    if state is None or "value" not in state.schema.names:
+        return False
     kind = _inner(state.schema.field("value").type, "transaction")
     number = None if kind is None else _inner(kind, _NUMBER)
     text = None if kind is None else _inner(kind, _ID)
-    if number is None or text is None or not pa.types.is_integer(number) or not pa.types.is_string(text):
-        return None
-    return name
+    return number is not None and text is not None and pa.types.is_integer(number) and pa.types.is_string(text)
 
 
 def _inner(kind: pa.DataType, name: str) -> pa.DataType | None:

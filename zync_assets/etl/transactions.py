@@ -53,7 +53,8 @@ class Counting:
     """The means to count the changes of a domain's transactions.
 
     ``tables``: the source's name of a table → its streams, as far as their changes can be counted. ``bad``: returns the offsets
-    of a stream's records in quarantine. ``closers``: the streams of the transaction topic.
+    of a stream's records in quarantine. ``closers``: the streams of the transaction topic. ``others``: the streams whose changes
+    can't be counted, and name their transactions all the same.
     """
 
     tables: Mapping[str, Sequence[Stream]]
@@ -62,6 +63,7 @@ class Counting:
     limit: float
     read: ReadEvents
     bad: Callable[[Stream], Longs]
+    others: Sequence[Stream] = ()
     past: Collection[str] = ()
     """Transactions that ETL has taken, as far as they are known: their END records come before the others, or ETL took the
     transaction without all its changes. Late changes, and changes that come again, hold nothing back."""
@@ -69,6 +71,11 @@ class Counting:
     @property
     def streams(self) -> list[Stream]:
         return [stream for streams in self.tables.values() for stream in streams]
+
+    @property
+    def named(self) -> list[Stream]:
+        """The streams whose changes name their transactions."""
+        return [*self.streams, *self.others]
 
     def is_overdue(self, since: float | None, streams: Iterable[Stream]) -> bool:
         """Whether the streams were ingested up to ends that were read ``limit`` after a time."""
@@ -191,9 +198,9 @@ def whole_transactions(
         return WholeTransactions(max(last, min(limit, after(LOWEST))), highs, lows, offsets, overdue, blocker)
     order, unclosed = END, dict[str, Order]()
     # A transaction that is overdue in one stream goes on in newer files of others. The first round finds all of them.
-    for stream in counting.streams:
+    for stream in counting.named:
         _first_unclosed(stream, last, counting, unclosed)
-    for stream in counting.streams:
+    for stream in counting.named:
         unclosed_change = _first_unclosed(stream, last, counting, unclosed)
         if unclosed_change is not None and unclosed_change[0] < order:
             order, blocker = unclosed_change[0], OpenTransaction(unclosed_change[1], _topics(counting.closers))
@@ -279,7 +286,7 @@ def _first_unclosed(
         if not len(changes):
             continue
         since = None if item.commit_time is None else item.commit_time / 1000
-        is_overdue = counting.is_overdue(since, [*counting.streams, *counting.closers])
+        is_overdue = counting.is_overdue(since, [*counting.named, *counting.closers])
         if is_overdue or overdue or _names(events, changes[:1])[0].as_py() in counting.past:
             changes = changes[~is_past(_names(events, changes), counting.past)]
         if not is_overdue and not overdue:

@@ -122,8 +122,16 @@ class Domain:
         for topic in self.topics:
             tables.setdefault(topic.name, []).append(topic.stream())
         bad = {(topic.name, topic.partition): np.array(topic.bad, np.int64) for topic in self.topics}
+        others = [topic.stream() for topic in self.uncounted]
         return Counting(
-            tables, [self.closer], self.readings, self.limit, events, lambda stream: bad[stream.name], self.taken
+            tables,
+            [self.closer],
+            self.readings,
+            self.limit,
+            events,
+            lambda stream: bad[stream.name],
+            others,
+            self.taken,
         )
 
     def whole(self) -> WholeTransactions:
@@ -247,6 +255,14 @@ def test_a_topic_that_cannot_be_counted_confirms_the_end_by_itself() -> None:
     assert domain.whole().order <= (10, 12)
     other = topic("other", Change((10, 12)), Change((20, 1)), place=1)
     assert replace(domain, uncounted=[other]).whole().order == (20, 0)
+
+
+def test_an_open_transaction_holds_the_changes_back_that_cannot_be_counted() -> None:
+    counted = topic("orders", change(10, "a", 1, 11), change(20, "b", 2, 25), Change((50, 1)))
+    other = topic("other", change(20, "b", 1, 21), Change((50, 2)), place=1)
+    domain = Domain([counted], closed((20, "a", {"orders": 1})), position=(4, 0), uncounted=[other])
+    found = domain.whole()
+    assert (found.order, found.blocker) == ((20, 21), OpenTransaction("b", ("tx",)))
 
 
 def test_a_transaction_that_stays_incomplete_waits_up_to_the_limit() -> None:
