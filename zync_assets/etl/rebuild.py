@@ -376,7 +376,7 @@ def is_rebuilt(spark: SparkSession, pipeline: Pipeline, plan: EtlPlan) -> bool:
 
 
 _NAMED = ("pending", "quarantined", "expired")
-"""The classes whose records ``zync pending`` and ``zync quarantine`` name."""
+"""The classes whose records a user can list."""
 
 
 def _named_places(spark: SparkSession, state: StagingState, topics: Collection[str]) -> DataFrame | None:

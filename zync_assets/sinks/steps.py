@@ -311,7 +311,8 @@ def _warn_of_changing_key(plan: SinkPlan) -> None:
         return
     own_names = {original_name(item.name) for item in fields_of(key)} if key is not None else set[str]()
     row_names = [name.removeprefix("value.") for name in plan.sink.key if not name.startswith(("key.", "kafka."))]
-    if others := [name for name in row_names if name not in own_names]:
+    # An expression of `before: {set: ...}` may be one of the record's own key.
+    if others := [name for name in row_names if name not in own_names and name not in plan.sink.added]:
         _log.warning(
             "sink %s, table %s: the keys of %s lack %s. If an update changes such a field, the row of its former value stays. A"
             " delete finds its row by `before`, which PostgreSQL fills with REPLICA IDENTITY FULL alone. A view with this key"
