@@ -5,8 +5,8 @@ have names that Kafka does not have, and one partition each: their order is the 
 scratch pool is published or registered.
 
 The scratch pool of a rebuild is in the lake, below ``~rebuild``. After a kill, the next rebuild goes on with its last batch. The
-names of its output topics hold a digest of rules, inputs and outputs: a scratch pool of another file is removed. So is a scratch
-pool that lacks records of a replay below its *seen*.
+names of its output topics hold a digest of rules, inputs and outputs: a scratch pool of another file is removed. A scratch pool
+that lacks records of a replay below its *seen* is removed too.
 """
 
 from __future__ import annotations

@@ -381,7 +381,7 @@ _NAMED = ("pending", "quarantined", "expired")
 
 def _named_places(spark: SparkSession, state: StagingState, topics: Collection[str]) -> DataFrame | None:
     """The records of some topics in the classes _NAMED, however many there are, with the rules of pending ones. An expired record
-    is ``listed`` if quarantine has it. None: there is no such record."""
+    is ``listed`` if quarantine has it. None without such records."""
     from pyspark.sql import functions as F
 
     if not any(count for (topic, _, kind), count in state.head.counts.items() if topic in topics and kind in _NAMED):
