@@ -185,9 +185,10 @@ class Compiler:
 
     def _array(self, items: Sequence[Term], place: ZedPlace) -> Term:
         self.demands.alike(items, place, "an array")
-        # The parser takes `array() <` for the beginning of a type.
-        sql = f"array({', '.join(item.sql for item in items)})" if items else "(array())"
-        return Term(sql, "array", sure=True)
+        sql = f"array({', '.join(item.sql for item in items)})"
+        # The parser takes `array() <` and `array(NULL) <` for the beginning of a type.
+        has_value = any(item.sql != "NULL" for item in items)
+        return Term(sql if has_value else f"({sql})", "array", sure=True)
 
     def _choice(self, cases: Sequence[tuple[Node, Node]], otherwise: Node, this: Value, place: ZedPlace) -> Term:
         when_terms = [(self.condition(test, this, positive=True), self.term(outcome, this)) for test, outcome in cases]

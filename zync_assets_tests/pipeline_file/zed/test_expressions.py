@@ -11,7 +11,7 @@ from hypothesis import example, given
 from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
 from zync_assets.pipeline_file.zed.expressions import Compiler
 from zync_assets.pipeline_file.zed.grammar import parse_condition
-from zync_assets.pipeline_file.zed.nodes import Binary, Elements, Node, ZedProblem
+from zync_assets.pipeline_file.zed.nodes import Binary, Constant, Elements, Node, ZedProblem
 from zync_assets.pipeline_file.zed.program import compile_program
 from zync_assets.pipeline_file.zed.values import ClosedRecord, Demands, FieldRef
 from zync_assets_tests.pipeline_file.zed.test_grammar import NODES
@@ -66,6 +66,7 @@ def test_a_condition_is_short_sql_that_the_other_modules_read(text: str) -> None
 
 @given(NODES)
 @example(Binary("<", Elements(()), Elements(())))
+@example(Binary("<", Elements((Constant("null", "null"),)), Elements(())))
 def test_any_expression_is_sql_or_a_problem(node: Node) -> None:
     this = ClosedRecord({name: FieldRef(("in", name)) for name in ("in", "left", "x1", "größe")})
     try:
