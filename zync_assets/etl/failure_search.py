@@ -287,7 +287,7 @@ class _Search:
         rows = self._rows(failures.failing_sides)
         if "failed" not in rows.columns:
             return
-        names = ("rule", "failed", "last", "blamed", "source", "pair_key")
+        names = ("rule", "failed", "last", "blamed", "source", "ord", "pair_key", "pair_rank")
         failing_rows = rows.where("failed IS NOT NULL").select(*names).limit(failures.MOST_FAILURES + 1).collect()
         counts_all = self.counts_all or len(failing_rows) > failures.MOST_FAILURES
         for row in failing_rows if counts_all else failures.first_pairs(failing_rows, self.rules):

@@ -54,33 +54,34 @@ def sides_sql(rule: Rule, target: OutputColumns) -> dict[str, str]:
 
 
 def failing_sides(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
-    """The columns ``failed``, ``blamed`` and ``pair_key`` for ``etl.rules.stateless.singles`` and ``paired``, as (name, SQL).
+    """The columns ``failed``, ``blamed``, ``pair_key`` and ``pair_rank`` for ``singles`` and ``paired``, as (name, SQL).
 
     ``failed``: the output side whose expression fails. ``blamed``: the side of the rule whose record makes the expression
     fail with any record on the others. Null if several records fail alone, or if only the records together fail. ``pair_key``:
-    a hash of the join key of a pair; null for other outputs.
+    a hash of the join key of a pair; null for other outputs. ``pair_rank``: the pair's rank within the join key; null if the
+    pairs of a key have the order of outputs.
     """
     sides = sides_sql(rule, target)
     side_cases = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
-    blamed, pair_key = "CAST(NULL AS STRING)", "CAST(NULL AS BIGINT)"
+    blamed, pair_key, pair_rank = "CAST(NULL AS STRING)", "CAST(NULL AS BIGINT)", "CAST(NULL AS INT)"
     if len(rule.sides) > 1 and rule.group is None:
         first_side = rule.sides[0]
         pair_key = f"CASE WHEN `{first_side.name}` IS NOT NULL THEN xxhash64({', '.join(first_side.keys)}) END"
+        pair_rank = pair_rank if rule.expiry is not None else f"{first_side.name}_rank"
         cases = [f"WHEN {fails(sql)} THEN {_single_side(rule, sql)}" for sql in sides.values()]
         blamed = f"CASE {' '.join(cases)} END"
-    return [("failed", f"CASE {side_cases} END"), ("blamed", blamed), ("pair_key", pair_key)]
+    return [("failed", f"CASE {side_cases} END"), ("blamed", blamed), ("pair_key", pair_key), ("pair_rank", pair_rank)]
 
 
 def first_pairs(rows: Sequence[Row], rules: Sequence[Rule]) -> Iterator[Row]:
     """The failing outputs without those of the later pairs of a join key, unless one record fails alone. ``rows``: of ``rules``,
-    with rule (its index), blamed, source and pair_key."""
+    with rule (its index), ord, source, and the columns of ``failing_sides``."""
 
-    def turn(row: Row) -> tuple[int, int]:
-        # The k-th record of a side is in the k-th pair.
-        return row["source"][0]["partition"], row["source"][0]["offset"]
+    def turn(row: Row) -> tuple[int, ...]:
+        return row["pair_rank"] or 0, *row["ord"]
 
     names = [rule.part_of or rule.name for rule in rules]
-    firsts: dict[tuple[str, int], tuple[int, int]] = {}
+    firsts: dict[tuple[str, int], tuple[int, ...]] = {}
     for row in rows:
         if row["pair_key"] is not None and len(row["source"]) > 1:
             key = names[row["rule"]], row["pair_key"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from zync_assets.kafka.topics import record_limits
 from zync_assets.lake import staging
 from zync_assets.lake.quarantine_table import EVERYTHING, quarantined_records
 from zync_assets.local.services import Services
-from zync_assets.runner import drop_all, replay_all
+from zync_assets.runner import drop_all, etl_all, ingest_all, replay_all
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 from zync_assets_tests.test_exactly_once import breaking
 
@@ -177,6 +178,26 @@ def test_the_pairs_after_a_failing_pair_do_not_depend_on_where_batches_are_cut(m
         it.step()
     it.send(it.right, row(4, "3"), row(4, "4"))
     it.step()
+    assert it.values() == [{"id": 4, "n": -100}, {"id": 4, "n": -100}]
+    assert failing(it).keys() == {(it.right, 0)}
+    sound(it)
+
+
+@pytest.mark.slow
+def test_the_first_failing_pair_of_a_join_key_is_the_first_of_the_source(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """The left records of a join key are in two partitions, the later one in the first partition."""
+    ordered = TOGETHER.replace('v string"', 'v string, n bigint", order: {by: value.n, domain: source}')
+    it = mini(services, spark, tmp_path, unique, "order-delay: 0.05" + ordered, partitions=2)
+    records = [(it.left, 1, "2"), (it.left, 0, "3"), (it.right, 0, "2"), (it.right, 0, "3"), (it.right, 0, "4")]
+    for n, (topic, partition, v) in enumerate(records):
+        it.send(topic, {**row(4, v), "n": n}, partition=partition)
+    for _ in range(2):
+        list(ingest_all(it.pipeline, lambda: it.spark, [it.left, it.right]))
+        # Longer than the delay: no record of an earlier place comes any more.
+        time.sleep(0.1)
+    list(etl_all(it.pipeline, lambda: it.spark))
     assert it.values() == [{"id": 4, "n": -100}, {"id": 4, "n": -100}]
     assert failing(it).keys() == {(it.right, 0)}
     sound(it)
