@@ -210,8 +210,8 @@ def _keep_method(response: Any) -> None:
 def ask(config: RegistryConfig, request: Callable[[], T], label: str, passing: Kinds = RegistryUnavailable) -> T:
     """The answer to ``request``; tried again with growing waits after the ``passing`` errors.
 
-    Raises RegistryUnavailable for an outage; SchemaUnknown where the registry says so; RegistryError for a refusal: the
-    login, a certificate, a schema that is not compatible, an address that is no registry's.
+    Raises RegistryUnavailable for an outage, and for an address that is no registry's; SchemaUnknown where the registry says
+    so; RegistryError for a refusal: the login, a certificate, a schema that is not compatible.
     """
     number = {name: float(config.properties.get(name, value)) for name, value in DEFAULTS.items()}
     tries = int(number["max.retries"])
@@ -261,10 +261,11 @@ def _answer_error(config: RegistryConfig, error: SchemaRegistryError, at: str, l
         return RegistryUnavailable(f"{at} could not answer: {label}: {message}; try again")
     if status == 401:
         return RegistryError(f"{at} refused the login (HTTP status {status}): {label}; {_login_cure(config)}")
-    # A wrong address gives a 404 too. Only the error code shows that the schema is unknown.
+    # A wrong address gives a 404 too, and so does a proxy while the registry restarts. A registry gives its own code.
+    if status == 404 and (error.error_code or 0) < min(NOT_FOUND):
+        return RegistryUnavailable(f"{at} refused: {label}: {message}; check registry.url, its path too")
     kind = SchemaUnknown if error.error_code in NOT_FOUND else RegistryError
-    cures = {403: "; give the login of registry the right to this", 404: "; check registry.url, its path too"}
-    cure = "" if kind is SchemaUnknown else cures.get(status, "")
+    cure = "; give the login of registry the right to this" if status == 403 else ""
     return kind(f"{at} refused: {label}: {message}{cure}")
 
 
