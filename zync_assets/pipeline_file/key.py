@@ -371,7 +371,7 @@ def read_spark(fields: Fields, env: Mapping[str, str]) -> dict[str, str]:
             spark.problem(key, f"write {key.removeprefix('spark.')}:")
         elif key not in ("master", "remote") and not key.startswith("spark."):
             hint = suggestion(key, ("master", "remote")) or f"; did you mean `spark.{key}`?"
-            spark.problem(key, f"is no Spark property: they begin with `spark.`{hint}")
+            spark.problem(key, f"`{key}` is no Spark property: they begin with `spark.`{hint}")
     for key, reason in contradictions(properties):
         spark.problem(key, reason)
     if "master" in spark and "remote" in spark and properties.get("remote") != SHARED:
