@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -14,6 +15,9 @@ from zync_assets_tests.services import services, spark, unique
 from zync_assets_tests.tables import print_tables
 
 __all__ = ["chain", "s3", "secured", "services", "sound_chain", "spark", "unique"]
+
+# Without files of byte code, each of the run's hundreds of processes would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 settings.register_profile("default", deadline=None)
 settings.load_profile("default")
