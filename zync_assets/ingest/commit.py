@@ -18,6 +18,7 @@ from zync_assets.ingest.files import (
     RangeReading,
     added_fields,
     carry_times,
+    own_writers,
     without_repeats,
     write_losses,
     write_plain,
@@ -139,10 +140,7 @@ def _reading(pipeline: Pipeline, batch: RawBatch) -> RangeReading:
 def _table_schema(plan: IngestPlan, files: BatchFiles, writers: Sequence[WriterSchema]) -> pa.Schema:
     """The raw table's columns after the batch, with the notes of Kafka Connect and the writers that lack a field."""
     schema = source.with_side_notes(files.schema, plan.state.schema if plan.state else None, files.notes)
-    # The fields of a side that a shape makes are not those of its writers.
-    made_sides = plan.input.shape.sides if plan.input.shape is not None else {}
-    own_writers = [writer for writer in writers if writer.side not in made_sides]
-    return source.with_lacking_fields(schema, files.source, plan.state, own_writers)
+    return source.with_lacking_fields(schema, files.source, plan.state, own_writers(plan.input, writers))
 
 
 def _advance(

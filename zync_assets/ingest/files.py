@@ -29,7 +29,7 @@ from zync_assets.ingest.source import NewSchema, TopicSource, first_schemas, not
 from zync_assets.ingest.task import TaskEnd, TopicReader, Types, side_types, write_part
 from zync_assets.lake import quarantine_table, raw, storage, tables
 from zync_assets.lake.log import DataFile, Order
-from zync_assets.lake.raw import RawState
+from zync_assets.lake.raw import RawState, WriterSchema
 from zync_assets.lake.raw_files import LOWEST, RangeWriter, lift, loss_rows, raw_schema
 from zync_assets.lake.storage import has_longs
 from zync_assets.offsets import Mark, OffsetRange
@@ -59,6 +59,12 @@ def table_schema(schema: pa.Schema, source: TopicSource) -> pa.Schema:
             [batch_schema.field(name) if name in ("key", "value") else schema.field(name) for name in schema.names]
         )
     return batch_schema
+
+
+def own_writers(item: Input, writers: Sequence[WriterSchema]) -> list[WriterSchema]:
+    """The writer schemas of the sides that reach the raw table as they are. A side that a shape makes has fields of its own."""
+    made_sides = item.shape.sides if item.shape is not None else {}
+    return [writer for writer in writers if writer.side not in made_sides]
 
 
 def added_fields(old: pa.Schema, new: pa.Schema) -> Iterator[str]:

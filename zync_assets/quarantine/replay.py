@@ -27,7 +27,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.errors import ZyncError
 from zync_assets.etl.retries import ClassRange, carve, runs_within
-from zync_assets.ingest.files import shaped_schema, table_schema
+from zync_assets.ingest.files import own_writers, shaped_schema, table_schema
 from zync_assets.ingest.plan import source_of
 from zync_assets.ingest.shape import failing_frame, resolvable, shaped_frame
 from zync_assets.ingest.source import (
@@ -39,6 +39,7 @@ from zync_assets.ingest.source import (
     notes_of,
     record_batch,
     schema_changes,
+    with_lacking_fields,
     with_side_notes,
 )
 from zync_assets.ingest.task import KEPT, decoded_schema, shaped_batch, with_control
@@ -125,6 +126,7 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
         # 3. Check that the pipeline file accepts the schemas of the writers.
         source = replace(task.source, key_type=result.key_type, value_type=result.value_type)
         writers, _ = schema_changes(item, source, result.new_schemas)
+        schema = with_lacking_fields(schema, source, state, own_writers(item, writers))
         # 4. Commit the files and the number of the replay together. The commit conflicts with any other replay.
         raw.commit_replay_files(state, schema, result.files, writers)
     return ReplayCommit(item.topic, sum(file.records for file in result.files), result.reasons)

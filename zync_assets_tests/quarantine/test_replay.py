@@ -109,6 +109,21 @@ def test_a_record_that_can_be_decoded_now_comes_into_its_place(late: Late, seen:
     sound(it)
 
 
+def test_a_field_that_came_by_a_replay_is_left_out_of_records_whose_schema_lacks_it(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    rule = COPY.replace("{id: in.value.id}", "{id: in.value.id, more: in.value.more}")
+    late = Late(mini(services, spark, tmp_path, unique, AVRO + rule))
+    it = late.it
+    it.ingest()
+    late.mend()
+    replay(it)
+    narrow = {"type": "record", "name": "narrow", "fields": [ID]}
+    it.send(it.left, b"\0" + late.known.to_bytes(4, "big") + fastavro_bytes(narrow, {"id": 4}))
+    it.step()
+    assert [found["left_out"] for found in it.staged()] == [["value.more"], None, ["value.more"], ["value.more"]]
+
+
 def test_a_replay_after_later_records_names_the_partition_and_the_cure(late: Late) -> None:
     it = late.it
     it.step()
