@@ -39,7 +39,14 @@ from zync_assets.kafka.topics import create_topic, high_watermark, refuse_broker
 from zync_assets.kafka.writers import TimedRecord, TimedWriter
 from zync_assets.lake import archive, raw, storage, stores
 from zync_assets.lake import archive_objects as objects
-from zync_assets.lake.publication import PublishState, commit_publish_state, open_publish_state
+from zync_assets.lake.publication import (
+    PublishState,
+    commit_publish_state,
+    commit_publish_states,
+    open_publish_state,
+    open_published,
+    publish_state,
+)
 from zync_assets.pipeline import LakeUri, Pipeline
 from zync_assets.publish.plan import settling_highs
 
@@ -185,8 +192,16 @@ def restore(
         )
     digest = blake2b("\0".join((source_archive.name, str(since), str(until))).encode(), digest_size=6).hexdigest()
     encode, encode_lines = _encoders(pipeline, source_archive)
-    for partition in source_archive.partitions:
-        place = _Place(pipeline, f"~restore-{digest}", topic, state.topic_id, partition)
+    pool = f"~restore-{digest}"
+    places = {number: _Place(pipeline, pool, topic, state.topic_id, number) for number in source_archive.partitions}
+    if not open_publish_state(pipeline.lake, pool, topic).belongs_to(state.topic_id):
+        # Nothing was sent to this topic yet. An earlier run may have sent all to an earlier topic of the name.
+        for place in places.values():
+            place.refuse_records()
+        opened = open_published(pipeline.lake, pool)
+        before = [publish_state(opened, topic, partition) for partition in places]
+        commit_publish_states(pipeline.lake, pool, before, dict.fromkeys(places, (0, 0)), state.topic_id)
+    for partition, place in places.items():
         yield place.restore(
             lambda partition=partition: chain.from_iterable(
                 _records(batch, since, until, encode_lines if as_json else encode)
@@ -208,13 +223,10 @@ class _Place:
     def restore(self, records: Callable[[], Iterator[TimedRecord]]) -> Restored:
         # 1. Nothing else is in the topic, or what an earlier run sent.
         state = open_publish_state(self.pipeline.lake, self.pool, self.topic, self.partition)
-        high = self._high()
-        if state.window is None or not state.belongs_to(self.topic_id):
-            if high:
-                raise KafkaError(
-                    f"{self} holds records up to offset {high - 1} that this restore did not send. Restore into a new topic."
-                )
+        if state.window is None:
+            self.refuse_records()
             state = self._commit(state, 0, 0)
+        high = self._high()
         # 2. After an unclean stop, a crashed producer's records can still surface. Compare what there is.
         verified_end = state.verified_end or 0
         if state.window != verified_end:
@@ -245,6 +257,13 @@ class _Place:
             if sent_count:
                 self._commit(state, writer.confirmed, writer.confirmed)
         return Restored(self.topic, self.partition, high, sent_count)
+
+    def refuse_records(self) -> None:
+        """KafkaError if the partition holds records, none of which this restore has sent."""
+        if high := self._high():
+            raise KafkaError(
+                f"{self} holds records up to offset {high - 1} that this restore did not send. Restore into a new topic."
+            )
 
     def __str__(self) -> str:
         return f"{self.topic}/{self.partition}"

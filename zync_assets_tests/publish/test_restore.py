@@ -17,7 +17,7 @@ from zync_assets.cli.main import main
 from zync_assets.errors import ForeignRecord, KafkaError, LakeError, SchemaError
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.registry import Registry
-from zync_assets.kafka.topics import create_topic, high_watermark, topic_states
+from zync_assets.kafka.topics import create_topic, delete_topic, high_watermark, topic_states
 from zync_assets.lake import raw_files
 from zync_assets.lake.raw import RawAdvance, commit_advance
 from zync_assets.lake.storage import raw_uri
@@ -122,6 +122,26 @@ def test_records_come_back_as_they_were(
     it.send(copy, (b"foreign", b"x"), times=[TIME])
     with pytest.raises(ForeignRecord, match=f"{copy}/0 holds another record at offset 204"):
         list(restore(it.pipeline, f"Raw.{it.left}", copy))
+
+
+def test_a_topic_that_was_deleted_gets_all_partitions_again(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, PIPELINE, partitions=2)
+    for partition in (0, 1):
+        it.send(it.left, *((b"k", b"%d" % number) for number in range(5)), partition=partition, times=[TIME] * 5)
+    it.ingest(it.left)
+    copy = f"{unique}.copy"
+    for _ in range(2):
+        done = list(restore(it.pipeline, f"Raw.{it.left}", copy))
+        assert [(item.partition, item.verified, item.sent) for item in done] == [(0, 0, 5), (1, 0, 5)]
+        delete_topic(it.pipeline.kafka, copy)
+    # Another program's records in one partition: nothing is sent to the others.
+    create_topic(it.pipeline.kafka, copy, 2, 1, {})
+    it.send(copy, (b"foreign", b"x"), partition=1, times=[TIME])
+    with pytest.raises(KafkaError, match=f"{copy}/1 holds records up to offset 0 that this restore did not send"):
+        list(restore(it.pipeline, f"Raw.{it.left}", copy))
+    assert high_watermark(it.pipeline.kafka, copy, 0) == 0
 
 
 AVRO = """
