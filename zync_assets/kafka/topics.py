@@ -55,6 +55,12 @@ class RecordLimits:
         """The configuration of a topic that takes the same records."""
         return {_MAX_BYTES: str(self.size), **({_POLICY: "compact"} if self.needs_key else {})}
 
+    @property
+    def producer_sizes(self) -> dict[str, int]:
+        """The properties of a producer of such records. librdkafka takes from 1000 to a billion bytes; a topic may take more."""
+        most = min(max(self.size, 1000), 1_000_000_000)
+        return {"message.max.bytes": most, "batch.size": max(min(self.size, 1_000_000), 1)}
+
 
 @dataclass(frozen=True)
 class PartitionState:

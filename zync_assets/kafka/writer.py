@@ -101,10 +101,7 @@ class SharedProducer:
         self.limits = record_limits(kafka, topic)
         self.writers: dict[int, InOrder] = {}
         """By partition. Each writer adds itself."""
-        limit = self.limits.size
-        # librdkafka takes 1000 bytes at least.
-        sizes = {"message.max.bytes": max(limit, 1000), "batch.size": max(min(limit, 1_000_000), 1)}
-        self.connection = Connection(kafka, {**PROMISES, **sizes})
+        self.connection = Connection(kafka, {**PROMISES, **self.limits.producer_sizes})
         try:
             self._handover = Handover(self.connection.properties, topic)
         except KafkaException as error:

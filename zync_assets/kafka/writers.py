@@ -168,8 +168,7 @@ class TimedWriter:
         self._error: ClientError | None = None
         self._mismatch: int | None = None
         self._unlocated: int | None = None
-        sizes = {"message.max.bytes": max(self._limit, 1000), "batch.size": max(min(self._limit, 1_000_000), 1)}
-        self._connection = Connection(kafka, {**PROMISES, **sizes})
+        self._connection = Connection(kafka, {**PROMISES, **limits.producer_sizes})
         try:
             self._producer = self._connection.idempotent_producer(topic)
         except (KafkaException, ValueError) as error:

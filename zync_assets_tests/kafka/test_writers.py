@@ -63,6 +63,15 @@ def test_an_error_in_one_partition_ends_all_writers(kafka: dict[str, str], three
         made.check_records({2: [numbered(0, 3), batch([b"x" * 3_000])]})
 
 
+def test_a_topic_without_a_limit_is_written_to(kafka: dict[str, str], unique: str) -> None:
+    create_topic(kafka, unique, 2, 1, {"max.message.bytes": str(2**31 - 1)})
+    with Writers(kafka, unique, [OffsetRange(0, 0, 3)], REBUILD) as writers:
+        writers.write({0: [numbered(0, 3)]})
+    with TimedWriter(kafka, unique, 1, 0) as writer:
+        writer.write([TimedRecord(None, (), None, b"a")])
+    assert high_watermarks(kafka, unique, range(2)) == {0: 3, 1: 1}
+
+
 @pytest.mark.parametrize("refused", [0, 2_500])
 def test_a_record_that_the_broker_refuses_leaves_a_prefix_in_each_partition(
     kafka: dict[str, str], unique: str, refused: int
