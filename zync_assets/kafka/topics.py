@@ -286,8 +286,13 @@ def create_topic(
     partitions: int,
     replication_factor: int,
     config: Mapping[str, str],
+    *,
+    anew: bool = False,
 ) -> TopicState:
-    """Create ``topic`` unless the topic exists, wait for a leader of each partition, and return the topic's state."""
+    """Create ``topic`` unless the topic exists, wait for a leader of each partition, and return the topic's state.
+
+    ``anew``: KafkaError if the topic exists.
+    """
     ask = Question(kafka, f"creating topic {topic}", 3 * WAIT, "Create")
     new = NewTopic(topic, num_partitions=partitions, replication_factor=replication_factor, config=dict(config))
     for _, future in ask(lambda admin, budget: admin.create_topics([new], request_timeout=budget)):
@@ -299,6 +304,11 @@ def create_topic(
                 raise KafkaError(f"{problem}; start the missing brokers, or lower replication-factor") from None
             if code != ClientError.TOPIC_ALREADY_EXISTS:
                 raise problem from None
+            if anew:
+                raise KafkaError(
+                    f"topic {topic} at {ask.servers} was deleted, and another program created it at once, perhaps with other"
+                    " partitions and properties; stop the programs that read the topic or write to it, then run it again"
+                ) from None
     while True:
         # A new topic is known before all of its partitions have a leader.
         try:

@@ -257,7 +257,7 @@ def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
     if topic_states(pipeline.kafka, [topic]):
         delete_topic(pipeline.kafka, topic)
         crash_point("publish:topic-deleted")
-    topic_state = _create(pipeline, item, positions[0])
+    topic_state = _create(pipeline, item, positions[0], anew=True)
     # 3. Commit that nothing is published to the new topic.
     opened = tables.open_table(storage.publish_uri(pipeline.lake, item.pool))
     before = [publish_state(opened, topic, partition) for partition in positions]
@@ -266,13 +266,13 @@ def recreate_topic(pipeline: Pipeline, topic: str) -> TopicState:
     return topic_state
 
 
-def _create(pipeline: Pipeline, item: Output, position: OutputPosition) -> TopicState:
-    """Make the topic, with the partitions that its outputs are numbered for."""
+def _create(pipeline: Pipeline, item: Output, position: OutputPosition, *, anew: bool = False) -> TopicState:
+    """Make the topic, with the partitions that its outputs are numbered for. ``anew``: as in ``create_topic``."""
     if item.create is None:
         raise missing_topic(item.topic)
     config, _ = new_topic_config(pipeline.kafka, item.create.config)
     count = position.partitions or item.create.partitions
-    topic_state = create_topic(pipeline.kafka, item.topic, count, item.create.replication_factor, config)
+    topic_state = create_topic(pipeline.kafka, item.topic, count, item.create.replication_factor, config, anew=anew)
     crash_point("publish:topic-created")
     return topic_state
 

@@ -6,7 +6,7 @@ import json
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,15 @@ from confluent_kafka import Producer
 from zync_assets.audit import coverage, guard
 from zync_assets.checks.output_checks import staging_equals_topic
 from zync_assets.cli.main import main
-from zync_assets.errors import CheckFailed, ForeignRecord, LakeError, RecordTooLarge, TopicMissing, TopicRecreated
+from zync_assets.errors import (
+    CheckFailed,
+    ForeignRecord,
+    KafkaError,
+    LakeError,
+    RecordTooLarge,
+    TopicMissing,
+    TopicRecreated,
+)
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import tables
@@ -201,6 +209,27 @@ def test_a_topic_that_was_created_again_is_an_error(make: Make) -> None:
     recreate_topic(it.pipeline, it.out)
     it.publish()
     assert ids(it) == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_a_topic_that_another_program_creates_at_once_is_not_taken_for_ours(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Brokers may create the topic that a consumer still asks for, with properties of their own."""
+    it = make(3)
+    it.publish()
+
+    def delete(kafka: Mapping[str, str], topic: str) -> None:
+        delete_topic(kafka, topic)
+        create_topic(kafka, topic, 1, 1, {})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "delete_topic", delete)
+        with pytest.raises(KafkaError, match=r"another program created it at once.* stop the programs that read"):
+            recreate_topic(it.pipeline, it.out)
+    with pytest.raises(TopicRecreated):
+        plan_publish(it.pipeline, it.out)
+    recreate_topic(it.pipeline, it.out)
+    assert it.publish().records == 3
 
 
 def test_a_topic_that_was_numbered_and_created_again_before_the_first_publish_is_an_error(make: Make) -> None:
