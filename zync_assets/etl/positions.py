@@ -194,6 +194,13 @@ def output_positions(pipeline: Pipeline, pool: str, head: Head) -> dict[tuple[st
                 " 0. Give the output an empty topic, or set start-at: end."
             )
         for part in state.partitions:
+            if part.is_open:
+                # Its records have offsets already, from the end on.
+                raise KafkaError(
+                    f"topic {item.topic}, partition {part.partition} has an open transaction of another program, and output"
+                    " numbers would begin at its first record. Stop that program, and run ETL again once the transaction has"
+                    " ended."
+                )
             position = OutputPosition(part.end, part.end, state.topic_id, len(state.partitions))
             positions[item.topic, part.partition] = position
     return dict(sorted(positions.items()))

@@ -44,6 +44,7 @@ from zync_assets.publish.encoding import encoded_rows, staged_topic
 from zync_assets.publish.plan import plan_publish
 from zync_assets_tests.checks.damage import change_account, edit
 from zync_assets_tests.mini import BOTH, Mini, mini, openings, read_topic, row
+from zync_assets_tests.odd_topics import open_transaction
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -249,6 +250,23 @@ def test_numbering_may_begin_at_the_topic_s_end(make: Make) -> None:
     stage(it, range(2))
     it.publish()
     assert ids(it) == [(0, "theirs"), (1, "theirs"), (2, 0), (3, 1)]
+
+
+@pytest.mark.parametrize("start", ["", "start-at: end, "], ids=["empty", "end"])
+def test_numbering_does_not_begin_at_an_open_transaction(make: Make, unique: str, start: str) -> None:
+    it = make(0, start)
+    create_topic(it.pipeline.kafka, it.out, 1, 1, {})
+    producer = open_transaction(it.pipeline.kafka, it.out, unique, b'{"id": "theirs"}')
+    with pytest.raises(KafkaError, match="partition 0 has an open transaction of another program"):
+        stage(it, range(2))
+    producer.commit_transaction(20)
+    if not start:
+        with pytest.raises(KafkaError, match=r"holds records already \(its ends: partition 0: 2\)"):
+            it.etl()
+        return
+    it.etl()
+    it.publish()
+    assert ids(it) == [(0, "theirs"), (2, 0), (3, 1)]
 
 
 def test_a_record_that_is_too_large_stops_before_anything_of_its_window_is_sent_past_it(make: Make) -> None:
