@@ -15,7 +15,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from zync_assets.codecs.arrays import isolate, pc
+from zync_assets.codecs.arrays import is_valid, isolate, list_of, list_parts, map_entries, pc, struct_of
 from zync_assets.codecs.avro.column_writer import encode_columns
 from zync_assets.codecs.avro.decoder import AvroDecoder, header
 from zync_assets.codecs.avro.schema import Node, parse
@@ -25,8 +25,9 @@ from zync_assets.codecs.batches import DecodedBatch, EncodedBatch, bad_records, 
 from zync_assets.codecs.connect.codec import ConnectDecoder, ConnectEncoder
 from zync_assets.codecs.connect.schema import from_avro
 from zync_assets.codecs.evolution import check_writable, conform, merge_types, project
+from zync_assets.codecs.fields import fields_of, unit_factor
 from zync_assets.codecs.json.columns import columns_reader, json_texts
-from zync_assets.codecs.spark_types import parse_ddl, spark_ddl
+from zync_assets.codecs.spark_types import original_name, parse_ddl, spark_ddl
 from zync_assets.errors import SchemaError
 from zync_assets.pipeline import Format, SideFormat
 
@@ -172,6 +173,61 @@ class _PlainEncoder:
 def _projection(values: pa.Array, type: pa.DataType) -> pa.Array:
     check_writable(values.type, type)
     return conform(values, project(type, values.type))
+
+
+def narrowed(values: pa.Array, target: pa.DataType, column: pa.DataType) -> pa.Array:
+    """The values that one writer has in a column, as the writer had them: a column may have a wider type and a finer unit than
+    its writer (``evolution``), and an encoder would take its numbers for ones of the writer's unit.
+
+    ``values``: under the names of the lake or of the topic; ``target``: the lake's type of the writer's schema. Fields that
+    ``target`` lacks stay as they are. ``column``: the column's type, whose notes have the units of its numbers. ValueError
+    (pyarrow's) if a value is none of the writer's type.
+    """
+    kinds = pa.types
+    if kinds.is_struct(values.type) and kinds.is_struct(target):
+        return _narrowed_fields(values, target, column)
+    if kinds.is_list(values.type) and kinds.is_list(target) and kinds.is_list(column):
+        offsets, items = list_parts(values)
+        items = narrowed(items, target.value_type, column.value_type)
+        return list_of(pa.list_(items.type), offsets, items, is_valid(values))
+    if kinds.is_map(values.type) and kinds.is_map(target) and kinds.is_map(column):
+        offsets, entries = list_parts(values)
+        keys, items = entries.flatten()
+        items = narrowed(items, target.item_type, column.item_type)
+        type = pa.map_(keys.type, items.type)
+        return list_of(type, offsets, map_entries(type, keys, items), is_valid(values))
+    return values.cast(target) if kinds.is_integer(target) else values
+
+
+def _narrowed_fields(values: pa.StructArray, target: pa.DataType, column: pa.DataType) -> pa.Array:
+    targets = {item.name: item for item in fields_of(target)}
+    columns = {item.name: item for item in fields_of(column)} if pa.types.is_struct(column) else {}
+    fields: list[pa.Field] = []
+    children: list[pa.Array] = []
+    for item, child in zip(fields_of(values.type), values.flatten(), strict=True):
+        own = targets.get(item.name) or targets.get(original_name(item.name))
+        if own is not None:
+            whole = columns.get(item.name, item)
+            factor = unit_factor(whole, own)
+            if factor not in (1, None):
+                child = pc.divide(child, pa.scalar(factor, child.type))
+            child = narrowed(child, own.type, whole.type)
+        fields.append(item.with_type(child.type))
+        children.append(child)
+    return struct_of(pa.struct(fields), children, len(values), is_valid(values))
+
+
+def has_fields(type: pa.DataType, target: pa.DataType) -> bool:
+    """Whether a type has every field of another type."""
+    kinds = pa.types
+    if kinds.is_struct(target):
+        field_types = {item.name: item.type for item in type} if kinds.is_struct(type) else {}
+        return all(item.name in field_types and has_fields(field_types[item.name], item.type) for item in target)
+    if kinds.is_list(target):
+        return kinds.is_list(type) and has_fields(type.value_type, target.value_type)
+    if kinds.is_map(target):
+        return kinds.is_map(type) and has_fields(type.item_type, target.item_type)
+    return True
 
 
 def check_fits(format: Format, type: pa.DataType) -> None:

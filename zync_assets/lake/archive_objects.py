@@ -338,4 +338,7 @@ def typed_value(value: Any, kind: pa.DataType) -> Any:
         return date.fromisoformat(value)
     if kinds.is_floating(kind):
         return float(value)
+    if kinds.is_integer(kind):
+        # The column may have a wider type than the writer.
+        return value if isinstance(value, int) else int(Decimal(value))
     return time.fromisoformat(value) if kinds.is_time(kind) else value

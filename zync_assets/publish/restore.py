@@ -29,7 +29,7 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import pc, with_type
 from zync_assets.codecs.avro.schema import parse, with_digests
 from zync_assets.codecs.avro.types import lake_type
-from zync_assets.codecs.dispatch import make_encoder
+from zync_assets.codecs.dispatch import has_fields, make_encoder, narrowed
 from zync_assets.codecs.fields import topic_type_of
 from zync_assets.crashes import crash_point
 from zync_assets.errors import DataLoss, ForeignRecord, KafkaError, LakeError, SchemaError
@@ -351,6 +351,8 @@ def _encoders(pipeline: Pipeline, source_archive: Archive) -> tuple[Encode, Enco
     topic = source_archive.topic
     registry = Registry(pipeline.registry) if pipeline.registry else None
     item = next((item for item in pipeline.inputs if item.topic == topic), None)
+    state = None if item is None else raw.open_raw(pipeline.lake, item.pool, topic)
+    columns = {} if state is None else {column.name: column.type for column in state.schema}
 
     @cache
     def schema_of(schema_id: int) -> str:
@@ -377,7 +379,13 @@ def _encoders(pipeline: Pipeline, source_archive: Archive) -> tuple[Encode, Enco
             encoder, values = make_encoder("json", None, None), with_type(values, topic_type_of(values.type))
         else:
             encoder = make_encoder("avro", schema_of(schema_id), schema_id)
-            values = _with_fields(values, lake_type(parse(schema_of(schema_id))), f"topic {topic}, {side}")
+            kind, label = lake_type(parse(schema_of(schema_id))), f"topic {topic}, {side}"
+            try:
+                values = _with_fields(narrowed(values, kind, columns.get(side, values.type)), kind, label)
+            except pa.ArrowInvalid as error:
+                raise SchemaError(
+                    f"{label}: a value is none of the writer's schema id {schema_id}: {error}. Nothing more was sent."
+                ) from None
         result = encoder.encode(values)
         if result.bad:
             raise SchemaError(f"topic {topic}, {side}: {result.bad[0].error}. Nothing more was sent.")
@@ -420,21 +428,9 @@ def _with_fields(values: pa.Array, target: pa.DataType, label: str) -> pa.Array:
     """The values, under the names of the lake or of the topic: those that a schema has. SchemaError if a field is missing: an
     encoder would write a null."""
     for kind in (values.type, topic_type_of(values.type)):
-        if _has_fields(kind, target):
+        if has_fields(kind, target):
             return with_type(values, kind)
     raise SchemaError(_MISSING.format(where=label, field="a field"))
-
-
-def _has_fields(kind: pa.DataType, target: pa.DataType) -> bool:
-    kinds = pa.types
-    if kinds.is_struct(target):
-        field_types = {item.name: item.type for item in kind} if kinds.is_struct(kind) else {}
-        return all(item.name in field_types and _has_fields(field_types[item.name], item.type) for item in target)
-    if kinds.is_list(target):
-        return kinds.is_list(kind) and _has_fields(kind.value_type, target.value_type)
-    if kinds.is_map(target):
-        return kinds.is_map(kind) and _has_fields(kind.item_type, target.item_type)
-    return True
 
 
 def _windows(records: Iterator[TimedRecord]) -> Generator[list[TimedRecord]]:

@@ -180,6 +180,44 @@ def test_avro_is_encoded_again_with_the_schemas_of_its_writers(
         list(restore(it.pipeline, f"Raw.{it.right}", f"{unique}.connect"))
 
 
+WIDER = """
+inputs: [{topic: $left, pool: Raw, key-format: bytes, value-format: avro}, {topic: $right, pool: Raw, format: bytes}]
+sinks:
+  - {name: keep, type: files, url: archive, from: [Raw.$left]}
+  - {name: lines, type: files, url: "lines?format=jsonl", from: [Raw.$left]}
+"""
+
+
+@pytest.mark.parametrize("source", ["Raw.{}", "files:{folder}/archive/{}", "files:{folder}/lines/{}"])
+def test_values_of_a_wider_column_are_those_of_their_writers(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, source: str
+) -> None:
+    """Columns have the types and units of the first schema, which has room for the values of the second."""
+    it = mini(services, spark, tmp_path, unique, WIDER)
+    assert it.pipeline.registry is not None
+    registry = Registry(it.pipeline.registry)
+    time = {"type": "long", "connect.name": "io.debezium.time.MicroTimestamp", "connect.version": 1}
+    coarse_time = {**time, "connect.name": "io.debezium.time.Timestamp"}
+    number = {"type": "bytes", "logicalType": "decimal", "precision": 12, "scale": 2}
+    rows: list[tuple[bytes, bytes]] = []
+    for place, (moment, real, exact, value) in enumerate(
+        ((time, "double", number, Decimal("1.25")), (coarse_time, "long", "int", 7))
+    ):
+        inner = {"type": "record", "name": "i", "fields": [{"name": "at", "type": ["null", moment]}]}
+        kinds = {"at": moment, "d": ["null", real], "n": exact, "l": {"type": "array", "items": inner}}
+        fields = [{"name": name, "type": kind} for name, kind in kinds.items()]
+        schema = {"type": "record", "name": "r", "fields": fields}
+        row = {"at": 5_001, "d": None, "n": value, "l": [{"at": None}, {"at": -5_001}]}
+        schema_id = registry.register(f"{it.left}-{place}", json.dumps(schema))
+        for real_value in (None, 7):
+            rows.append((b"k", framed(schema_id, schema, {**row, "d": real_value})))
+    it.send(it.left, *rows, times=[TIME] * 4)
+    it.ingest(it.left)
+    list(sink_all(it.pipeline, lambda: spark))
+    list(restore(it.pipeline, source.format(it.left, folder=tmp_path), f"{unique}.copy"))
+    assert records(it, f"{unique}.copy", 0) == records(it, it.left, 0)
+
+
 TEXTS = """
 inputs:
   - {topic: $left, pool: Raw, key-format: json, key-schema: string, value-format: json, schema: binary}
