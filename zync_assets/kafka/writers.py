@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
@@ -228,10 +229,14 @@ class TimedWriter:
             self._serve(0)
 
     def _confirm(self, error: ClientError | None, message: Message) -> None:
-        if self._error is not None or self._mismatch is not None:
+        if self._mismatch is not None:
             return
         if error is not None:
-            self._error = error
+            # The broker's refusal of one record makes librdkafka drop the others. Their errors have negative codes.
+            if self._error is None or self._error.code() < 0 < error.code():
+                self._error = error
+            return
+        if self._error is not None:
             return
         offset = message.offset()
         if offset is None or offset < 0:
@@ -243,14 +248,31 @@ class TimedWriter:
         self.confirmed += 1
 
     def _serve(self, timeout: float) -> None:
-        self._producer.poll(timeout)
+        end: ClientError | None = None
+        try:
+            self._producer.poll(timeout)
+        except KafkaException as error:
+            # An error that ended the producer. The report on a record says why.
+            end = error.args[0]
+            with suppress(KafkaException):
+                self._producer.poll(1.0)
         if self._mismatch is not None:
             raise ForeignRecord(
                 f"{self._topic}/{self._partition} holds a record of another producer at offset {self._mismatch}. Stop the other"
                 " producer, and restore into a new topic."
             )
-        if self._error is not None:
-            raise self._connection.error(self._error, self._doing, self._topic, "Write")
+        if (error := self._error or end) is not None:
+            raise self._refusal(error)
+
+    def _refusal(self, error: ClientError) -> KafkaError:
+        """An error of the producer as one of this package's."""
+        if error.code() == ClientError.INVALID_TIMESTAMP:
+            return KafkaError(
+                f"{self._topic}/{self._partition} takes no record with a timestamp so far from the present, after offset"
+                f" {self.confirmed - 1}. Raise message.timestamp.after.max.ms and message.timestamp.before.max.ms of"
+                f" {self._topic} (before Kafka 3.6: message.timestamp.difference.max.ms), then run it again"
+            )
+        return self._connection.error(error, self._doing, self._topic, "Write")
 
     def _drain(self) -> None:
         began, before = time.monotonic(), self.confirmed

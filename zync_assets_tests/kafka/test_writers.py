@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from confluent_kafka import KafkaError as ClientError
 from confluent_kafka import KafkaException, Producer
@@ -15,6 +17,7 @@ from zync_assets.kafka.writers import TimedRecord, TimedWriter, Writers
 from zync_assets.kafka.zero_copy import Handover, Report
 from zync_assets.offsets import OffsetRange
 from zync_assets_tests.kafka.test_writer import REBUILD, batch, numbered
+from zync_assets_tests.odd_topics import configure
 
 PARTS = [OffsetRange(partition, 0, 4_000) for partition in range(3)]
 
@@ -131,6 +134,21 @@ def test_a_record_of_another_writer_is_found_in_its_partition(kafka: dict[str, s
         made.write({part.partition: [numbered(1, 2_000)] for part in PARTS})
     for partition, end in high_watermarks(kafka, three, (0, 2)).items():
         assert written(kafka, three, partition, end) == [b"%d" % number for number in range(end)]
+
+
+def test_a_timestamp_that_the_topic_does_not_take_is_told_with_the_cure(kafka: dict[str, str], three: str) -> None:
+    times = [int(time.time() * 1000) + hours * 3_600_000 for hours in (0, 0, 5, 0)]
+    with (
+        pytest.raises(KafkaError, match=f"Raise message.timestamp.after.max.ms .* of {three} "),
+        TimedWriter(kafka, three, 0, 0) as writer,
+    ):
+        writer.write([TimedRecord(at, (), None, b"a") for at in times])
+    configure(kafka, three, message_timestamp_after_max_ms=str(2**63 - 1))
+    (first,) = high_watermarks(kafka, three, [0]).values()
+    assert 1 <= first <= 2
+    with TimedWriter(kafka, three, 0, first) as writer:
+        writer.write([TimedRecord(at, (), None, b"a") for at in times[first:]])
+    assert high_watermarks(kafka, three, [0]) == {0: 4}
 
 
 def test_a_refusal_is_over_once_a_broker_has_answered(
