@@ -14,7 +14,7 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import pc
 from zync_assets.lake.log import Order
 from zync_assets.lake.raw import ORDER
-from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, order_at, with_orders
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, order_at, running_orders, with_orders
 
 Longs = npt.NDArray[np.int64]
 
@@ -116,6 +116,27 @@ class Places:
 def position_at(places: Places, at: int) -> Order:
     """The own order of the record at a place, which must be valid."""
     return int(places.own[at, 0]), int(places.own[at, 1])
+
+
+def orders_between(own_orders: pa.StructArray | None, before: Longs, after: Longs) -> pa.StructArray:
+    """The carried orders of records that come into their places late. A record has its own order, but none below the order
+    ``before`` it or above the order ``after`` it; without an order of its own, it has the order before it.
+
+    ``before``, ``after``: as in ``raw_files.orders_around``.
+    """
+    orders = before.copy()
+    if own_orders is not None:
+        parts = (pc.fill_null(pc.struct_field(own_orders, name), LOWEST[0]) for name in ORDER_TYPE.names)
+        own = np.column_stack([part.to_numpy(zero_copy_only=False) for part in parts])
+        is_above = own_orders.is_valid().to_numpy(zero_copy_only=False) & _is_below(before, own)
+        orders[is_above] = np.where(_is_below(after, own)[:, None], after, own)[is_above]
+    columns = [pa.array(orders[:, side].copy()) for side in (0, 1)]
+    # Several of them may lie between two records.
+    return running_orders(pa.StructArray.from_arrays(columns, fields=list(ORDER_TYPE)), LOWEST)
+
+
+def _is_below(left: Longs, right: Longs) -> npt.NDArray[np.bool_]:
+    return (left[:, 0] < right[:, 0]) | ((left[:, 0] == right[:, 0]) & (left[:, 1] < right[:, 1]))
 
 
 def _codes(array: pa.Array) -> Longs:

@@ -50,6 +50,7 @@ ORDER_TYPE = pa.struct([("high", pa.int64()), ("low", pa.int64())])
 LOWEST: Order = (-(2**63), 0)
 """The order of records that come before all changes of the source: snapshots, and records before any ordered record."""
 _NO_ORDER: Order = (-(2**63), -(2**63))
+Longs = npt.NDArray[np.int64]
 
 ORDER_KINDS = "an integer, a timestamp, a date, or a struct of two of these"
 
@@ -405,24 +406,26 @@ def with_orders(records: pa.RecordBatch, floor: Order | None) -> tuple[pa.Record
     return records, order_at(orders, -1)
 
 
-def orders_before(state: RawState, partition: int, offsets: npt.NDArray[np.int64]) -> pa.StructArray:
-    """The order of the last record before each offset, for sorted offsets: the order of a record that is replayed there.
+def orders_around(state: RawState, partition: int, offsets: npt.NDArray[np.int64]) -> tuple[Longs, Longs]:
+    """The orders of the last record before each offset, and of the first record after it: two arrays of pairs. Where no record
+    comes after an offset, its order before counts. ``offsets``: sorted, of records that the table lacks.
 
-    Reads two columns of the files before the offsets. LakeError if a file can't be read.
+    Reads two columns of the files around the offsets. LakeError if a file can't be read.
     """
     files = [item for item in state.files if item.partition == partition and not is_replay(item)]
-    places = np.searchsorted(np.array([item.first or 0 for item in files], np.int64), offsets) - 1
-    orders = np.tile(np.array(LOWEST, np.int64), (len(offsets), 1))
-    for place in np.unique(places[places >= 0]).tolist():
-        if files[place].max_order is None:
+    firsts, lasts = (np.array([getattr(item, name) or 0 for item in files], np.int64) for name in ("first", "last"))
+    places = np.searchsorted(firsts, offsets) - 1, np.searchsorted(lasts, offsets)
+    before, after = (np.tile(np.array(LOWEST, np.int64), (len(offsets), 1)) for _ in places)
+    for file in np.unique(np.concatenate(places)).tolist():
+        if not 0 <= file < len(files) or files[file].max_order is None:
             continue  # the file has no orders: LOWEST
-        uri = storage.join(state.table.uri, files[place].path)
-        table = storage.read_file(uri, ["kafka.offset", ORDER]).flatten().flatten()
-        at = places == place
-        last = np.searchsorted(table["kafka.offset"].to_numpy(), offsets[at]) - 1
-        for side, name in enumerate(_ORDER_COLUMNS):
-            orders[at, side] = table[name].fill_null(LOWEST[side]).to_numpy()[last]
-    return pa.StructArray.from_arrays([pa.array(orders[:, side].copy()) for side in (0, 1)], fields=list(ORDER_TYPE))
+        table = storage.read_file(storage.join(state.table.uri, files[file].path), ["kafka.offset", ORDER])
+        table = table.flatten().flatten()
+        file_offsets = table["kafka.offset"].to_numpy()
+        orders = np.column_stack([table[_ORDER_COLUMNS[side]].fill_null(LOWEST[side]).to_numpy() for side in (0, 1)])
+        for pairs, is_here, step in ((before, places[0] == file, -1), (after, places[1] == file, 0)):
+            pairs[is_here] = orders[np.searchsorted(file_offsets, offsets[is_here]) + step]
+    return before, np.where((places[1] < len(files))[:, None], after, before)
 
 
 def lift(table_uri: str, item: DataFile, time: int, order: Order | None, name: str) -> list[DataFile]:

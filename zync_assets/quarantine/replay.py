@@ -1,10 +1,9 @@
 """Replay and drop: a quarantined record is decoded once more and put into its place, or given up.
 
-Replay puts records into their places in the raw table. The side table holds the records whole, so that replay does not
-read Kafka. One commit adds the files of every record that can be decoded now. A record in the raw table is no longer in
-quarantine, although its entry stays in the side table. ETL compares the number of replays with its account, and so finds
-the replayed records below *seen*. A kill before the commit leaves no trace; after the commit, the replay is complete. Of
-two concurrent replays, the second conflicts and plans again.
+Replay puts records into their places in the raw table. The side table holds the records whole. One commit adds the files of all
+that can be decoded now. A record in the raw table is no longer in quarantine, although its entry stays in the side table. ETL
+compares the number of replays with its account, and so finds the replayed records below *seen*. A kill before the commit leaves
+no trace; after it, the replay is complete. Of two concurrent replays, the second conflicts and plans again.
 
 Drop moves a record in the account of a staging pool from the class quarantined to the class dropped. The record stays where
 it is.
@@ -27,7 +26,9 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.errors import ZyncError
 from zync_assets.etl.retries import ClassRange, carve, runs_within
+from zync_assets.ingest.carrier import Longs, orders_between
 from zync_assets.ingest.files import own_writers, shaped_schema, table_schema
+from zync_assets.ingest.order import own_orders
 from zync_assets.ingest.plan import source_of
 from zync_assets.ingest.shape import failing_frame, resolvable, shaped_frame
 from zync_assets.ingest.source import (
@@ -47,7 +48,7 @@ from zync_assets.lake import quarantine_table, raw, staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.lake.raw import ORDER, RawState
-from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, PartitionWriters, orders_before
+from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, PartitionWriters, orders_around
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, place_text
@@ -105,7 +106,7 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
     item, state, side = plan.input, plan.state, plan.snapshot.quarantine(plan.input.topic)
     # 1. Find the side table's files with entries of the wanted partitions.
     files = [file for file in quarantine_table.quarantine_files(state, side) if file.partition in plan.offsets]
-    orders = {partition: orders_before(state, partition, offsets) for partition, offsets in plan.offsets.items()}
+    orders = {partition: orders_around(state, partition, offsets) for partition, offsets in plan.offsets.items()}
     task = RawReplayTask(
         source_of(pipeline, item, state),
         storage.quarantine_uri(pipeline.lake, item.pool, item.topic),
@@ -200,23 +201,24 @@ class RawReplayTask:
     uri: str
     name: str
     floors: Mapping[int, Floors]
-    orders: Mapping[int, pa.StructArray] | None
-    """Partition → the orders at its offsets; None for a table without orders."""
+    orders: Mapping[int, tuple[Longs, Longs]] | None
+    """Partition → the orders around its offsets; None for a table without orders."""
 
-    def with_orders(self, partition: int, records: pa.RecordBatch) -> pa.RecordBatch:
-        """The records with the orders of their places, in a table with orders."""
+    def with_orders(self, partition: int, records: pa.RecordBatch, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """The records with the orders of their places, in a table with orders. ``rows``: perhaps with the records' own orders."""
         if self.orders is None:
             return records
-        offsets = pc.struct_field(records.column("kafka"), "offset").to_numpy()
-        orders = self.orders[partition].take(pa.array(np.searchsorted(self.offsets[partition], offsets)))
-        return records.append_column(ORDER, orders)
+        at = np.searchsorted(self.offsets[partition], pc.struct_field(records.column("kafka"), "offset").to_numpy())
+        own = rows.column(ORDER) if ORDER in rows.schema.names else None
+        return records.append_column(ORDER, orders_between(own, *(orders[at] for orders in self.orders[partition])))
 
     def run(self) -> ReplayResult:
         """Decode and write what can be decoded, as it is."""
         result = ReplayResult()
         with PartitionWriters(self.uri, self.name) as writers:
-            for partition, records in self.batches(result):
-                writers[partition].write(self.with_orders(partition, records))
+            for partition, rows in self.batches(result):
+                records = rows.drop_columns([ORDER]) if ORDER in rows.schema.names else rows
+                writers[partition].write(self.with_orders(partition, records, rows))
         result.files += writers.files
         return result
 
@@ -228,7 +230,7 @@ class RawReplayTask:
         return result
 
     def batches(self, result: ReplayResult) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Batches of decodable records with their partition, in order of partition and offset.
+        """Batches of decodable records with their own orders and their partition, in order of partition and offset.
 
         Adds writer schemas and reasons to ``result`` on the way, and the column types at the end.
         """
@@ -236,17 +238,18 @@ class RawReplayTask:
         for partition in sorted(self.offsets):
             for rows in self._rows(partition):
                 keys, values = key.decode(rows.column("key")), value.decode(rows.column("value"))
-                result.new_schemas += new_schemas(
-                    partition, pc.struct_field(rows.column("kafka"), "offset"), keys, values
-                )
-                errors = bad_sides(keys, values)
                 offsets = pc.struct_field(rows.column("kafka"), "offset")
+                result.new_schemas += new_schemas(partition, offsets, keys, values)
+                errors = bad_sides(keys, values)
                 for index, (side, worst) in errors.items():
                     result.reasons[partition, offsets[index].as_py()] = f"{side}: {worst.error}"
-                is_good = np.ones(rows.num_rows, dtype=np.bool_)
-                is_good[list(errors)] = False
+                is_good = ~np.isin(np.arange(rows.num_rows), list(errors))
                 kafka = self._with_times(partition, rows.column("kafka"))
-                yield partition, record_batch(kafka, keys, values).filter(pa.array(is_good))
+                records = record_batch(kafka, keys, values)
+                sides = {"kafka": kafka, "key": keys.values, "value": values.values}
+                if (orders := own_orders(self.source.topic, self.source.order, sides)) is not None:
+                    records = records.append_column(ORDER, orders)
+                yield partition, records.filter(pa.array(is_good))
         result.key_type, result.value_type = key.type, value.type
 
     def _rows(self, partition: int) -> Iterator[pa.RecordBatch]:
@@ -378,7 +381,7 @@ class _Writer:
             for partition in partitions.unique().to_pylist():
                 rows = shaped_rows.filter(pc.equal(partitions, partition))
                 records = shaped_batch(rows.column("kafka").cast(KAFKA_TYPE), rows, self.schema)
-                writers[partition].write(self.task.with_orders(partition, records))
+                writers[partition].write(self.task.with_orders(partition, records, rows))
 
 
 @dataclass(frozen=True)

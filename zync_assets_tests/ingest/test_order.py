@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from zync_assets import offsets
 from zync_assets.errors import SchemaError
 from zync_assets.ingest import files as ingest_files
+from zync_assets.ingest.carrier import orders_between
 from zync_assets.ingest.files import RangeReading, batch_files, carry_times
 from zync_assets.ingest.order import connector_of, own_orders, source_name, transaction_names
 from zync_assets.ingest.source import TopicSource
@@ -27,7 +28,7 @@ from zync_assets.ingest.task import ReadEnd, TopicReader, write_part
 from zync_assets.lake.log import Order
 from zync_assets.lake.quarantine_table import EVERYTHING
 from zync_assets.lake.raw import ORDER, RawState, open_raw
-from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, orders_before
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, orders_around
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, SideFormat, SourceOrder
@@ -360,9 +361,21 @@ def test_ingest_keeps_the_source_s_order(services: Services, spark: SparkSession
     it.ingest(it.left)
     assert stored_orders(it)[-2:] == [(140, 125)] * 2
     assert state_of(it).domain is None
-    assert orders_before(state_of(it), 0, np.array([0, 3, 6, 7, 9, 99])).to_pylist() == [
-        {"high": high, "low": low} for high, low in [LOWEST, LOWEST, (100, 130), (100, 130), (140, 110), (140, 125)]
-    ]
+    before, after = orders_around(state_of(it), 0, np.array([0, 3, 7, 99]))
+    assert before.tolist() == [[*LOWEST], [*LOWEST], [100, 130], [140, 125]]
+    assert after.tolist() == [[*LOWEST], [*LOWEST], [140, 110], [140, 125]]
+
+
+def test_a_record_that_comes_late_has_its_own_order_within_those_around_it() -> None:
+    before, after = (np.array([order] * 4 + [(40, 0)], np.int64) for order in ((10, 5), (30, 1)))
+    own = [None, (10, 4), (20, 0), (12, 9), (99, 0)]
+    orders = pa.array([order and dict(zip(ORDER_TYPE.names, order, strict=True)) for order in own], ORDER_TYPE)
+    # Where the log of the source began anew, the order after may be the order before.
+    expectation = [(10, 5), (10, 5), (20, 0), (20, 0), (40, 0)]
+    found = orders_between(orders, before, after).to_pylist()
+    assert [(order["high"], order["low"]) for order in found] == expectation
+    found = orders_between(None, before, after).to_pylist()
+    assert [(order["high"], order["low"]) for order in found] == [(10, 5)] * 4 + [(40, 0)]
 
 
 @pytest.mark.slow

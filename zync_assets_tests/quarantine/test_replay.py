@@ -20,7 +20,7 @@ from zync_assets.lake import raw, staging
 from zync_assets.lake.quarantine_table import EVERYTHING, quarantined_records
 from zync_assets.local.services import Services
 from zync_assets.quarantine.replay import commit_drop, commit_replay, plan_drop, plan_replay
-from zync_assets.runner import drop_all, etl_all, rebuild_all, replay_all
+from zync_assets.runner import drop_all, etl_all, ingest_all, rebuild_all, replay_all
 from zync_assets_tests.mini import BOTH, Mini, mini, row
 from zync_assets_tests.test_exactly_once import breaking
 from zync_assets_tests.test_writers_side_by_side import AVRO, COPY, fastavro_bytes
@@ -122,6 +122,42 @@ def test_a_field_that_came_by_a_replay_is_left_out_of_records_whose_schema_lacks
     it.send(it.left, b"\0" + late.known.to_bytes(4, "big") + fastavro_bytes(narrow, {"id": 4}))
     it.step()
     assert [found["left_out"] for found in it.staged()] == [["value.more"], None, ["value.more"], ["value.more"]]
+
+
+ORDERED = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: avro, order: {by: value.id, domain: shop}}
+  - {topic: $right, pool: Raw, key-format: string, value-format: avro, order: {by: value.id, domain: shop}}
+outputs:
+  - {topic: $out, pool: Staging, key-format: string, value-format: json, create: {replication-factor: 1}}
+transforms:
+  - {name: made, type: stateless, in: $left, out: $out, key: CAST(in.value.id = 2 AS STRING),
+     value: {id: in.value.id}}
+  - {name: gone, type: stateless, in: $right, out: $out, key: "'true'", value: null}
+"""
+
+
+@pytest.mark.parametrize("rebuilt", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_replayed_record_has_its_own_place_in_the_order_of_the_source(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, rebuilt: bool
+) -> None:
+    """Two topics change the row of record 2: its delete in the other topic comes before the record."""
+    late = Late(mini(services, spark, tmp_path, unique, ORDERED))
+    it = late.it
+    narrow = {"type": "record", "name": "narrow", "fields": [ID]}
+    it.send(it.right, b"\0" + late.known.to_bytes(4, "big") + fastavro_bytes(narrow, {"id": 1}))
+    list(ingest_all(it.pipeline, lambda: spark, [it.left, it.right]))
+    if rebuilt:
+        it.etl()
+    late.mend()
+    replay(it)
+    if rebuilt:
+        list(rebuild_all(it.pipeline, lambda: spark))
+    else:
+        assert it.values() == [{"id": 1}, None, {"id": 2}, {"id": 3}]
+    rows = {record["key"]: record["value"] for record in it.staged()}
+    assert rows == {"false": {"id": 3}, "true": {"id": 2}}
+    sound(it)
 
 
 def test_a_replay_after_later_records_names_the_partition_and_the_cure(late: Late) -> None:
