@@ -28,7 +28,7 @@ from zync_assets.errors import (
     TargetUnavailable,
     ZyncError,
 )
-from zync_assets.lake import raw
+from zync_assets.lake import raw, staging
 from zync_assets.offsets import OffsetRange, offset_count
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import IS_DELETE, Layout, SourceColumn
@@ -275,6 +275,7 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
         if not batch.plan.nothing_to_do:
             _warn_of_removed_records(batch.plan)
             _warn_of_changing_key(batch.plan)
+            _warn_of_scattered_key(batch.plan)
             try:
                 return commit_sink(batch, evolves=False)
             except TableUnfit as error:
@@ -318,6 +319,27 @@ def _warn_of_changing_key(plan: SinkPlan) -> None:
             " delete finds its row by `before`, which PostgreSQL fills with REPLICA IDENTITY FULL alone. A view with this key"
             " keeps the table right",
             *(plan.sink.name, plan.table.name, plan.table.source, ", ".join(others)),
+        )
+
+
+def _warn_of_scattered_key(plan: SinkPlan) -> None:
+    """Warn before the first batch of a table if records of one of its keys may lie in several partitions of a staged topic. The
+    key of a record gives its partition, and nothing orders the records of different partitions."""
+    state, name = plan.state, staging.key_column(plan.table.topic)
+    if not isinstance(state, staging.StagingState) or name not in state.schema.names or len(plan.ends) < 2:
+        return
+    if plan.progress.next or plan.sink.mode != "upsert" or not plan.sink.key:
+        return
+    kind = state.schema.field(name).type
+    key_names = {name.removeprefix("key.") for name in plan.sink.key if not name.startswith("value.")}
+    own_names = [original_name(item.name) for item in fields_of(kind)] if pa.types.is_struct(kind) else []
+    others = [name for name in own_names if name not in key_names]
+    if others or not (own_names or key_names):
+        _log.warning(
+            "sink %s, table %s: the key lacks %s of the keys of %s, and so records of one row may be in several partitions."
+            " Which of them is the last is not known, and the row may be that of an earlier one. Give the topic one partition, or"
+            " write its rows by the whole key",
+            *(plan.sink.name, plan.table.name, ", ".join(others) or "the value", plan.table.source),
         )
 
 

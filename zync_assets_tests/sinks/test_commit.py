@@ -1083,6 +1083,24 @@ def test_a_key_that_an_update_may_change_gives_a_warning(
     assert warnings[0].startswith(f"sink rows, table rows: the keys of Raw.{it.left} lack v. If an update changes such")
 
 
+@pytest.mark.slow
+def test_a_key_whose_records_may_lie_in_several_partitions_gives_a_warning(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = "  - {name: whole, type: sqlite, url: shop.db, from: [Staging.$out], table: whole, key: [id]}\n"
+    text = TEXT.replace("create: {", "create: {partitions: 3, ").replace("table: rows}", "table: rows, key: [value.v]}")
+    it = mini(services, spark, tmp_path, unique, text + more)
+    it.send(it.left, row(1, "a"), row(2, "a"), row(3, "a"))
+    it.step()
+    write(it)
+    it.send(it.left, row(4, "b"))
+    it.step()
+    write(it)
+    warnings = [text for record in caplog.records if "in several partitions" in (text := record.getMessage())]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"sink shop, table rows: the key lacks id of the keys of Staging.{it.out}, and so")
+
+
 NO_CHANGE = (
     ENVELOPE[: ENVELOPE.index("  - {name: all")]
     + """
