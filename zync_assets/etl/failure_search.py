@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
@@ -36,7 +36,7 @@ from zync_assets.spark.sql import excerpt, leaves
 from zync_assets.spark.tasks import search_settings
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, Row
 
 COMPLETING = "element_at(source, last + 1)"
 """The input that completes an output. ``ord`` may be the order of another record, which the output follows (``etl.hold``)."""
@@ -276,21 +276,26 @@ class _Search:
     def _failing_partitions(self) -> None:
         if self.unshared == frozenset() or not any(item.by for item in self.partitions.values()):
             return
-        frame = self._result_rows(output_columns, self._failures(), self.unshared)
-        for rows in failing_partitions(frame, self.partitions, self.transform.labels):
-            for row in rows.select("rule", "last", "source").limit(failures.MOST_FAILURES + 1).collect():
-                of = row["source"][row["last"]]
-                topic = self.pipeline.inputs[of["place"]].topic
-                self.found[topic, of["partition"], of["offset"]] = (self.rules[row["rule"]], _PARTITION)
+        frame = self._result_rows(failures.paired_columns, self._failures(), self.unshared)
+        frames = failing_partitions(frame, self.partitions, self.transform.labels)
+        names = ("rule", "last", "CAST(NULL AS STRING) AS blamed", "source", "ord", "pair_key", "pair_rank")
+        rows = [rows.selectExpr(*names).limit(failures.MOST_FAILURES + 1).collect() for rows in frames]
+        for row in self._counted([*chain(*rows)]):
+            of = row["source"][row["last"]]
+            topic = self.pipeline.inputs[of["place"]].topic
+            self.found[topic, of["partition"], of["offset"]] = (self.rules[row["rule"]], _PARTITION)
+
+    def _counted(self, rows: Sequence[Row]) -> Iterable[Row]:
+        """The failing outputs that count in this job."""
+        return rows if self.counts_all or len(rows) > failures.MOST_FAILURES else failures.first_pairs(rows, self.rules)
 
     def _failing_outputs(self) -> None:
         rows = self._rows(failures.failing_sides)
         if "failed" not in rows.columns:
             return
         names = ("rule", "failed", "last", "blamed", "source", "ord", "pair_key", "pair_rank")
-        failing_rows = rows.where("failed IS NOT NULL").select(*names).limit(failures.MOST_FAILURES + 1).collect()
-        counts_all = self.counts_all or len(failing_rows) > failures.MOST_FAILURES
-        for row in failing_rows if counts_all else failures.first_pairs(failing_rows, self.rules):
+        rows = rows.where("failed IS NOT NULL").select(*names).limit(failures.MOST_FAILURES + 1)
+        for row in self._counted(rows.collect()):
             names = [side.name for side in self.rules[row["rule"]].sides]
             # The output of a record that expired has that record alone.
             alone = row["blamed"] is None or len(row["source"]) < len(names)

@@ -22,7 +22,7 @@ from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.retries import ClassRange
 from zync_assets.etl.rules import kind_of
 from zync_assets.etl.rules.kind import OutputColumns, union
-from zync_assets.etl.rules.results import if_kept, rule_conditions
+from zync_assets.etl.rules.results import if_kept, output_columns, rule_conditions
 from zync_assets.etl.rules.shapes import has_schema, headers_sql
 from zync_assets.lake import quarantine_table, raw
 from zync_assets.lake.log import DataFile
@@ -57,25 +57,44 @@ def failing_sides(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
     """The columns ``failed``, ``blamed``, ``pair_key`` and ``pair_rank`` for ``singles`` and ``paired``, as (name, SQL).
 
     ``failed``: the output side whose expression fails. ``blamed``: the side of the rule whose record makes the expression
-    fail with any record on the others. Null if several records fail alone, or if only the records together fail. ``pair_key``:
-    a hash of the join key of a pair; null for other outputs. ``pair_rank``: the pair's rank within the join key; null if the
-    pairs of a key have the order of outputs.
+    fail with any record on the others. Null if several records fail alone, or if only the records together fail. The others are
+    ``pair_columns``.
     """
     sides = sides_sql(rule, target)
     side_cases = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
-    blamed, pair_key, pair_rank = "CAST(NULL AS STRING)", "CAST(NULL AS BIGINT)", "CAST(NULL AS INT)"
-    if len(rule.sides) > 1 and rule.group is None:
-        first_side = rule.sides[0]
-        pair_key = f"CASE WHEN `{first_side.name}` IS NOT NULL THEN xxhash64({', '.join(first_side.keys)}) END"
-        pair_rank = pair_rank if rule.expiry is not None else f"{first_side.name}_rank"
+    blamed = "CAST(NULL AS STRING)"
+    if _is_paired(rule):
         cases = [f"WHEN {fails(sql)} THEN {_single_side(rule, sql)}" for sql in sides.values()]
         blamed = f"CASE {' '.join(cases)} END"
-    return [("failed", f"CASE {side_cases} END"), ("blamed", blamed), ("pair_key", pair_key), ("pair_rank", pair_rank)]
+    return [("failed", f"CASE {side_cases} END"), ("blamed", blamed), *pair_columns(rule)]
+
+
+def pair_columns(rule: Rule) -> list[tuple[str, str]]:
+    """The columns ``pair_key`` and ``pair_rank`` of a rule's outputs, as (name, SQL).
+
+    ``pair_key``: a hash of the join key of a pair; null for other outputs. ``pair_rank``: the pair's rank within the join key;
+    null if the pairs of a key have the order of outputs.
+    """
+    key, rank = "NULL", "NULL"
+    if _is_paired(rule):
+        first_side = rule.sides[0]
+        key = f"CASE WHEN `{first_side.name}` IS NOT NULL THEN xxhash64({', '.join(first_side.keys)}) END"
+        rank = rank if rule.expiry is not None else f"{first_side.name}_rank"
+    return [("pair_key", f"CAST({key} AS BIGINT)"), ("pair_rank", f"CAST({rank} AS INT)")]
+
+
+def paired_columns(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
+    """``output_columns`` and ``pair_columns``."""
+    return [*output_columns(rule, target), *pair_columns(rule)]
+
+
+def _is_paired(rule: Rule) -> bool:
+    return len(rule.sides) > 1 and rule.group is None
 
 
 def first_pairs(rows: Sequence[Row], rules: Sequence[Rule]) -> Iterator[Row]:
     """The failing outputs without those of the later pairs of a join key, unless one record fails alone. ``rows``: of ``rules``,
-    with rule (its index), ord, source, and the columns of ``failing_sides``."""
+    with rule (its index), ord, source, blamed, and ``pair_columns``."""
 
     def turn(row: Row) -> tuple[int, ...]:
         return row["pair_rank"] or 0, *row["ord"]

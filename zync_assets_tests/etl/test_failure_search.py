@@ -203,6 +203,42 @@ def test_the_first_failing_pair_of_a_join_key_is_the_first_of_the_source(
     sound(it)
 
 
+WITHOUT_PARTITION = (
+    BOTH.replace("create: {", 'partition-by: "100 DIV value.n", create: {partitions: 2, ')
+    + """
+transforms:
+  - name: join
+    type: denorm
+    left: $left
+    right: $right
+    join-on: left.value.id = right.value.id
+    out:
+      - {topic: $out, key: left.key, value: {n: "CAST(left.value.v AS INT) - CAST(right.value.v AS INT)"}}
+"""
+)
+TWICE = '      - {topic: $out, explode: "array(2)", key: left.key, value: {n: item}}\n'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("more", ["", TWICE], ids=["one output", "two outputs"])
+def test_the_pairs_after_one_without_a_partition_do_not_depend_on_where_batches_are_cut(
+    make: Make, more: str, batches: int
+) -> None:
+    """As above, where ``partition-by`` of the output fails."""
+    it = make(WITHOUT_PARTITION + more)
+    it.send(it.left, row(4, "2"), row(4, "3"))
+    it.step()
+    it.send(it.right, row(4, "2"))
+    if batches == 2:
+        it.step()
+    it.send(it.right, row(4, "3"), row(4, "4"))
+    it.step()
+    assert failing(it).keys() == {(it.right, 0)}
+    assert [value["n"] for value in it.values() if value["n"] < 0] == [-1, -1]
+    sound(it)
+
+
 @pytest.mark.slow
 def test_a_join_key_with_many_failing_pairs_stops_no_batch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_search, "MOST_TURNS", 2)

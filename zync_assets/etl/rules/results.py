@@ -243,6 +243,8 @@ def _types(emission: Emission) -> dict[str, str]:
         **{column: type_sql(kind) for column, _, kind in sides},
         "headers": "array<struct<key: string, value: binary>>",
         "lacking": "array<string>",
+        "pair_key": "bigint",
+        "pair_rank": "int",
     }
 
 
