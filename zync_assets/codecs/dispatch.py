@@ -176,8 +176,8 @@ def _projection(values: pa.Array, type: pa.DataType) -> pa.Array:
 
 
 def narrowed(values: pa.Array, target: pa.DataType, column: pa.DataType) -> pa.Array:
-    """The values that one writer has in a column, as the writer had them: a column may have a wider type and a finer unit than
-    its writer (``evolution``), and an encoder would take its numbers for ones of the writer's unit.
+    """The values of one writer in a column, with the writer's types and units. A column may have a wider type and a finer unit
+    than its writer (``evolution``). An encoder takes numbers for ones of the writer's unit.
 
     ``values``: under the names of the lake or of the topic; ``target``: the lake's type of the writer's schema. Fields that
     ``target`` lacks stay as they are. ``column``: the column's type, whose notes have the units of its numbers. ValueError
