@@ -25,7 +25,7 @@ from zync_assets.codecs.batches import DecodedBatch, EncodedBatch, bad_records, 
 from zync_assets.codecs.connect.codec import ConnectDecoder, ConnectEncoder
 from zync_assets.codecs.connect.schema import from_avro
 from zync_assets.codecs.evolution import check_writable, conform, merge_types, project
-from zync_assets.codecs.fields import fields_of, unit_factor
+from zync_assets.codecs.fields import fields_of, original, places, unit_factor
 from zync_assets.codecs.json.columns import columns_reader, json_texts
 from zync_assets.codecs.spark_types import original_name, parse_ddl, spark_ddl
 from zync_assets.errors import SchemaError
@@ -200,14 +200,19 @@ def narrowed(values: pa.Array, target: pa.DataType, column: pa.DataType) -> pa.A
 
 
 def _narrowed_fields(values: pa.StructArray, target: pa.DataType, column: pa.DataType) -> pa.Array:
-    targets = {item.name: item for item in fields_of(target)}
-    columns = {item.name: item for item in fields_of(column)} if pa.types.is_struct(column) else {}
+    whole_column = column if pa.types.is_struct(column) else values.type
+    columns = {original(item): item for item in fields_of(whole_column)}
+    # A writer may have renamed a field: the column then names it among its other names.
+    places_of_targets = zip(fields_of(target), places(whole_column, target), strict=True)
+    targets = {original(whole_column.field(at)): own for own, at in places_of_targets if at is not None}
     fields: list[pa.Field] = []
     children: list[pa.Array] = []
     for item, child in zip(fields_of(values.type), values.flatten(), strict=True):
-        own = targets.get(item.name) or targets.get(original_name(item.name))
+        name = item.name if item.name in columns else original_name(item.name)
+        own = targets.get(name)
         if own is not None:
-            whole = columns.get(item.name, item)
+            whole = columns[name]
+            item = item if own.name in (item.name, name) else item.with_name(own.name)
             factor = unit_factor(whole, own)
             if factor not in (1, None):
                 child = pc.divide(child, pa.scalar(factor, child.type))

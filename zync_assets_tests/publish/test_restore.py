@@ -206,8 +206,12 @@ def test_values_of_a_wider_column_are_those_of_their_writers(
         inner = {"type": "record", "name": "i", "fields": [{"name": "at", "type": ["null", moment]}]}
         kinds = {"at": moment, "d": ["null", real], "n": exact, "l": {"type": "array", "items": inner}}
         fields = [{"name": name, "type": kind} for name, kind in kinds.items()]
+        # JSON lines have the names of the columns alone.
+        name = "new" if place and "lines" not in source else "old"
+        fields.append({"name": name, "type": "string", "aliases": ["old"] * place})
         schema = {"type": "record", "name": "r", "fields": fields}
         row = {"at": 5_001, "d": None, "n": value, "l": [{"at": None}, {"at": -5_001}]}
+        row[name] = "text"
         schema_id = registry.register(f"{it.left}-{place}", json.dumps(schema))
         for real_value in (None, 7):
             rows.append((b"k", framed(schema_id, schema, {**row, "d": real_value})))
