@@ -130,15 +130,19 @@ def _scratch_pool(pipeline: Pipeline, pool: str, prefix: str) -> Pipeline:
 
 
 def _remove_other_pool(scratch_pipeline: Pipeline, uri: str, prefix: str, pipeline: Pipeline, pool: str) -> None:
-    """Remove a scratch pool that is of another pipeline file, or of an account that was restored to an earlier version."""
+    """Remove a scratch pool that is of another pipeline file, or of an account that was restored to an earlier version. So is one
+    whose records looked up rows before newer records of the table came."""
     state, real = (
         staging.open_staging(scratch_pipeline.lake, scratch_pipeline.staging_pools[0]),
         staging.open_staging(pipeline.lake, pool),
     )
     if state is None or real is None:
         return
-    ahead = any(item.seen > _seen_offsets(real).get(place, 0) for place, item in state.head.inputs.items())
-    if ahead or any(not topic.startswith(prefix) for topic, _ in state.head.outputs):
+    offsets, own_offsets = _seen_offsets(real), _seen_offsets(state)
+    ahead = any(offset > offsets.get(place, 0) for place, offset in own_offsets.items())
+    looked_up = {item.table.topic for rule in event_rules(pipeline, pool) for item in rule.lookups}
+    rows_came = any(place[0] in looked_up and own_offsets.get(place, 0) < offset for place, offset in offsets.items())
+    if ahead or rows_came or any(not topic.startswith(prefix) for topic, _ in state.head.outputs):
         tables.remove_table(uri)
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from zync_assets.cli.diff import key_differences
-from zync_assets_tests.etl.test_rebuild import Make, make, rebuilt, rows, sound
+from zync_assets.lake.quarantine_table import EVERYTHING
+from zync_assets.runner import rebuild_all, replay_all
+from zync_assets_tests.etl.test_rebuild import LOOKS, Make, make, rebuilt, rows, sound
 from zync_assets_tests.etl.test_streams import SHOP
 from zync_assets_tests.etl.test_transaction_records import EVENT, TYPE, Source, source
 from zync_assets_tests.mini import BOTH, Mini, row
@@ -66,3 +68,22 @@ def test_a_pipeline_with_transactions(source: Source, tmp_path: Path) -> None:
     Source(edited, source.topic).run()
     assert rows(edited)["1"] == {"l": "d", "r": "new"}
     sound(edited)
+
+
+@pytest.mark.slow
+def test_a_rebuild_that_was_killed_before_a_row_came_looks_the_row_up(make: Make) -> None:
+    text = BOTH[: BOTH.index("outputs:")] + LOOKS
+    it = make(text.replace("missing: wait, wait: 10m", "missing: quarantine"))
+    it.send(it.right, ("k1", row(1, "A")))
+    it.send(it.left, ("a", row(1, "x")), ("b", row(2, "y")))
+    it.step()
+    assert it.classes(it.left) == {"done": 1, "quarantined": 1}
+    # The scratch pool has the record without its row, and is there for the next rebuild.
+    assert "~rebuild/Staging" in (commit.pool for commit in rebuild_all(it.pipeline, lambda: it.spark, topics=[it.out]))
+    it.send(it.right, ("k2", row(2, "B")))
+    it.step()
+    list(replay_all(it.pipeline, lambda: it.spark, EVERYTHING))
+    assert it.values() == [{"l": "x", "t": "A"}, {"l": "y", "t": "B"}]
+    assert not any(commit.outputs for commit in rebuilt(it, it.out))
+    assert it.classes(it.left) == {"done": 2}
+    sound(it)
