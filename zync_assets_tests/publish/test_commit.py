@@ -43,6 +43,7 @@ from zync_assets.publish.commit import recreate_topic
 from zync_assets.publish.encoding import encoded_rows, staged_topic
 from zync_assets.publish.plan import plan_publish
 from zync_assets_tests.checks.damage import change_account, edit
+from zync_assets_tests.kafka.conftest import await_end
 from zync_assets_tests.mini import BOTH, Mini, mini, openings, read_topic, row
 from zync_assets_tests.odd_topics import open_transaction
 
@@ -260,6 +261,8 @@ def test_numbering_does_not_begin_at_an_open_transaction(make: Make, unique: str
     with pytest.raises(KafkaError, match="partition 0 has an open transaction of another program"):
         stage(it, range(2))
     producer.commit_transaction(20)
+    # The broker answers before it ends the transaction in the topic.
+    await_end({**it.pipeline.kafka}, it.out, 2)
     if not start:
         with pytest.raises(KafkaError, match=r"holds records already \(its ends: partition 0: 2\)"):
             it.etl()
