@@ -130,8 +130,8 @@ def _scratch_pool(pipeline: Pipeline, pool: str, prefix: str) -> Pipeline:
 
 
 def _remove_other_pool(scratch_pipeline: Pipeline, uri: str, prefix: str, pipeline: Pipeline, pool: str) -> None:
-    """Remove a scratch pool that is of another pipeline file, or of an account that was restored to an earlier version. So is one
-    whose records looked up rows before newer records of the table came."""
+    """Remove a scratch pool that is of another pipeline file, or of an account that was restored to an earlier version. Also
+    remove a scratch pool whose records looked up rows, if ETL has taken newer records of the looked-up table."""
     state, real = (
         staging.open_staging(scratch_pipeline.lake, scratch_pipeline.staging_pools[0]),
         staging.open_staging(pipeline.lake, pool),

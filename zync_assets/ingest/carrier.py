@@ -14,9 +14,7 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import pc
 from zync_assets.lake.log import Order
 from zync_assets.lake.raw import ORDER
-from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, order_at, running_orders, with_orders
-
-Longs = npt.NDArray[np.int64]
+from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, Longs, order_at, running_orders, with_orders
 
 
 class Carrier:
@@ -119,8 +117,8 @@ def position_at(places: Places, at: int) -> Order:
 
 
 def orders_between(own_orders: pa.StructArray | None, before: Longs, after: Longs) -> pa.StructArray:
-    """The carried orders of records that come into their places late. A record has its own order, but none below the order
-    ``before`` it or above the order ``after`` it; without an order of its own, it has the order before it.
+    """The carried orders of records that come into their places late. A record keeps its own order between ``before`` and
+    ``after``. An order beyond these two becomes the nearer one. A record without an order gets ``before``.
 
     ``before``, ``after``: as in ``raw_files.orders_around``.
     """

@@ -407,8 +407,8 @@ def with_orders(records: pa.RecordBatch, floor: Order | None) -> tuple[pa.Record
 
 
 def orders_around(state: RawState, partition: int, offsets: npt.NDArray[np.int64]) -> tuple[Longs, Longs]:
-    """The orders of the last record before each offset, and of the first record after it: two arrays of pairs. Where no record
-    comes after an offset, its order before counts. ``offsets``: sorted, of records that the table lacks.
+    """The orders of the last record before each offset, and of the first record after it: two arrays of pairs. Without a record
+    after an offset, the second array repeats the first. ``offsets``: sorted, of records that the table lacks.
 
     Reads two columns of the files around the offsets. LakeError if a file can't be read.
     """

@@ -1,9 +1,9 @@
 """Replay and drop: a quarantined record is decoded once more and put into its place, or given up.
 
-Replay puts records into their places in the raw table. The side table holds the records whole. One commit adds the files of all
-that can be decoded now. A record in the raw table is no longer in quarantine, although its entry stays in the side table. ETL
-compares the number of replays with its account, and so finds the replayed records below *seen*. A kill before the commit leaves
-no trace; after it, the replay is complete. Of two concurrent replays, the second conflicts and plans again.
+Replay puts records into their places in the raw table. The side table holds the records whole. One commit adds the files of
+the records that can be decoded now. A record in the raw table is no longer in quarantine, although its entry stays in the side
+table. ETL compares the number of replays with its account, and so finds the replayed records below *seen*. A kill before the
+commit leaves no trace; after it, the replay is complete. Of two concurrent replays, the second conflicts and plans again.
 
 Drop moves a record in the account of a staging pool from the class quarantined to the class dropped. The record stays where
 it is.
@@ -26,7 +26,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.errors import ZyncError
 from zync_assets.etl.retries import ClassRange, carve, runs_within
-from zync_assets.ingest.carrier import Longs, orders_between
+from zync_assets.ingest.carrier import orders_between
 from zync_assets.ingest.files import own_writers, shaped_schema, table_schema
 from zync_assets.ingest.order import own_orders
 from zync_assets.ingest.plan import source_of
@@ -48,7 +48,7 @@ from zync_assets.lake import quarantine_table, raw, staging, storage
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.lake.raw import ORDER, RawState
-from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, PartitionWriters, orders_around
+from zync_assets.lake.raw_files import BAD_SCHEMA, KAFKA_TYPE, RANGE_STAGES, Longs, PartitionWriters, orders_around
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange, place_text

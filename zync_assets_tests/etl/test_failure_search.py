@@ -166,11 +166,8 @@ def test_what_is_taken_out_of_a_pair_does_not_depend_on_where_batches_are_cut(ma
     sound(it)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("batches", [1, 2])
-def test_the_pairs_after_a_failing_pair_do_not_depend_on_where_batches_are_cut(make: Make, batches: int) -> None:
-    """Two records of a join key would each fail with the record at the same place. The second one meets another record."""
-    it = make(TOGETHER)
+def send_pairs(it: Mini, batches: int) -> None:
+    """Transform two left records and three right records of a join key. The right records are in ``batches`` batches."""
     it.send(it.left, row(4, "2"), row(4, "3"))
     it.step()
     it.send(it.right, row(4, "2"))
@@ -178,6 +175,14 @@ def test_the_pairs_after_a_failing_pair_do_not_depend_on_where_batches_are_cut(m
         it.step()
     it.send(it.right, row(4, "3"), row(4, "4"))
     it.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_pairs_after_a_failing_pair_do_not_depend_on_where_batches_are_cut(make: Make, batches: int) -> None:
+    """Two records of a join key would each fail with the record at the same place. The second one meets another record."""
+    it = make(TOGETHER)
+    send_pairs(it, batches)
     assert it.values() == [{"id": 4, "n": -100}, {"id": 4, "n": -100}]
     assert failing(it).keys() == {(it.right, 0)}
     sound(it)
@@ -227,13 +232,7 @@ def test_the_pairs_after_one_without_a_partition_do_not_depend_on_where_batches_
 ) -> None:
     """As above, where ``partition-by`` of the output fails."""
     it = make(WITHOUT_PARTITION + more)
-    it.send(it.left, row(4, "2"), row(4, "3"))
-    it.step()
-    it.send(it.right, row(4, "2"))
-    if batches == 2:
-        it.step()
-    it.send(it.right, row(4, "3"), row(4, "4"))
-    it.step()
+    send_pairs(it, batches)
     assert failing(it).keys() == {(it.right, 0)}
     assert [value["n"] for value in it.values() if value["n"] < 0] == [-1, -1]
     sound(it)

@@ -370,7 +370,7 @@ def test_a_record_that_comes_late_has_its_own_order_within_those_around_it() -> 
     before, after = (np.array([order] * 4 + [(40, 0)], np.int64) for order in ((10, 5), (30, 1)))
     own = [None, (10, 4), (20, 0), (12, 9), (99, 0)]
     orders = pa.array([order and dict(zip(ORDER_TYPE.names, order, strict=True)) for order in own], ORDER_TYPE)
-    # Where the log of the source began anew, the order after may be the order before.
+    # The last place has equal orders on both sides: the log of the source began again there.
     expectation = [(10, 5), (10, 5), (20, 0), (20, 0), (40, 0)]
     found = orders_between(orders, before, after).to_pylist()
     assert [(order["high"], order["low"]) for order in found] == expectation
