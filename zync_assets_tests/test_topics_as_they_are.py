@@ -178,6 +178,7 @@ def test_removed_records_of_another_program_do_not_count_as_published(make: Make
     assert it.publish().records == 9
 
 
+@pytest.mark.slow
 def test_a_record_that_is_too_large_is_found_before_its_window_is_announced(make: Make) -> None:
     """The topic took it when it was staged; its owner has other ideas by now."""
     it = make()

@@ -115,6 +115,7 @@ def test_what_waits_keeps_its_record_and_all_that_comes_after(it: Mini) -> None:
     assert sound(it)
 
 
+@pytest.mark.slow
 def test_what_no_rule_took_goes_and_looking_again_says_so(it: Mini, caplog: pytest.LogCaptureFixture) -> None:
     it.send(it.left, row(1, "odd", op="x"), row(2, "odd", op="x"))
     it.send(it.right, row(9, "odd", op="x"), times=now())

@@ -255,6 +255,7 @@ def test_a_run_of_a_job_under_its_earlier_name_counts_as_under_way(tmp_path: Pat
         assert ActiveRuns(instance).holds(Names(pipeline(tmp_path, "b", topic)).ingest_job(topic), []) is None
 
 
+@pytest.mark.slow
 def test_the_page_says_what_a_run_needs_in_an_instance_of_ones_own(tmp_path: Path) -> None:
     """The run gets as far as the broker, which does not answer."""
     path = tmp_path / "shop.yaml"

@@ -133,6 +133,7 @@ def test_a_check_that_cant_look_has_a_result_too(rig: Rig, monkeypatch: pytest.M
 class TestBlocks:
     """A failed blocking check blocks downstream steps until the check passes."""
 
+    @pytest.mark.slow
     def test_a_pass_over_another_partition_lifts_nothing(self, rig: Rig) -> None:
         """A raw table that lacks a record: ETL waits, whoever asks for it, until the check passes where it failed."""
         topic, ticks = rig.orders, Ticks(rig)
@@ -166,6 +167,7 @@ class TestBlocks:
         assert all(found.passed for found in run_all(rig.pipeline) if found.severity == "error")
         assert [request.job_name for request in ticks().run_requests or ()] == [rig.names.staging_job("Staging")]
 
+    @pytest.mark.slow
     def test_records_that_no_check_has_passed_are_checked_before_etl(self, rig: Rig) -> None:
         """The run that committed the records may have died before its checks."""
         rig.ingest(rig.payments)
@@ -182,6 +184,7 @@ class TestBlocks:
         rig.stage()
         assert passed(rig, "no_unexplained_loss") == 4
 
+    @pytest.mark.slow
     def test_a_topic_alone_is_not_published_past_a_failed_check(self, rig: Rig) -> None:
         """The account says of a record that it is done, and it made no output: nobody publishes, and ETL waits."""
         rig.ingest(rig.notes)

@@ -314,6 +314,7 @@ def test_an_asset_of_ones_own_names_the_damaged_file_that_it_would_read(rig: Rig
             assert file.name in failure and "Restore" in failure and "Spark" not in failure, failure
 
 
+@pytest.mark.slow
 def test_an_asset_without_partitions_reads_ranges_that_dagster_does_not_know_yet(rig: Rig) -> None:
     """The command line has moved the records, and no sensor has added keys. A key that is no range stands in nobody's way."""
     rig.send(rig.orders, orders(1, 2))

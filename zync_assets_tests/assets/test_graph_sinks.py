@@ -47,6 +47,7 @@ def sink(rig: Rig) -> str:
     return rig.pipeline.sinks[0].name
 
 
+@pytest.mark.slow
 def test_a_target_table_is_an_asset_with_its_source_s_ranges(rig: Rig) -> None:
     rig.send(rig.orders, orders(1, 2))
     rig.send(rig.payments, payments(1, 2))
@@ -127,6 +128,7 @@ def test_a_long_load_of_a_table_leaves_a_run_to_the_other_steps(
     assert tables.isdisjoint(jobs(result)) is is_long
 
 
+@pytest.mark.slow
 def test_a_run_of_the_sensor_gives_other_tables_their_turn(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = Ticks(rig)
     settled(rig, ticks)

@@ -410,6 +410,7 @@ def passes(result: SensorResult, check: str) -> dict[str, bool]:
     }
 
 
+@pytest.mark.slow
 def test_a_problem_that_stays_is_red_in_a_few_of_many_ticks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "BROKER_SECONDS", 1.0)
     names = Names(replace(rig.pipeline, kafka={"bootstrap.servers": "127.0.0.1:1"}))

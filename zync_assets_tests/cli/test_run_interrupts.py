@@ -99,9 +99,10 @@ def test_a_second_ctrl_c_ends_the_start_of_a_jvm_at_once(pipeline: Pipeline) -> 
     assert interrupted(pipeline, "from-kafka", *START, again=True) == (130, "interrupted\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moments",
-    [[(IDLE, "ingest")], pytest.param([(START, "ingest"), (QUERY, "ingest"), (IDLE, "etl")], marks=pytest.mark.slow)],
+    [[(IDLE, "ingest")], [(START, "ingest"), (QUERY, "ingest"), (IDLE, "etl")]],
     ids=["between two rounds", "at every moment"],
 )
 def test_the_command_of_all_steps_ends_after_its_commit(

@@ -294,6 +294,7 @@ def test_the_warning_of_a_consumer_group_names_the_right_to_it(
     assert said in caplog.text and f"--operation Read --group {it.prefix}" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_rebuild_and_a_comparison_need_no_right_to_topics_of_their_own(make: Callable[[], Shielded]) -> None:
     """Their scratch pools have outputs under names that no ACL can know."""
     it = make()

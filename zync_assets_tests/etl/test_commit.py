@@ -419,6 +419,7 @@ def test_an_output_topic_that_is_not_there_and_not_to_be_created_is_an_error(mak
         it.step()
 
 
+@pytest.mark.slow
 def test_partitions_pair_in_the_order_of_partition_and_offset(make: Make) -> None:
     it = make(BOTH + JOIN, partitions=11)
     it.send(it.left, row(1, "l10"), partition=10)
@@ -515,6 +516,7 @@ def test_records_that_an_older_version_hashed_otherwise_go_on_matching(
     assert exactly_once_done_coverage(it.pipeline, "Staging").passed
 
 
+@pytest.mark.slow
 def test_what_waits_goes_through_the_rules_again_once_the_join_was_changed(make: Make) -> None:
     it = make(KEYS + BY_BOTH)
     it.send(it.left, keyed("a", 1), keyed("b", 2))

@@ -47,8 +47,7 @@ GUARDED, PLAIN = "CASE WHEN {row}.full THEN {row}.items[0].q END", "{row}.items[
 
 
 @pytest.mark.parametrize(("rule", "row"), [(VIEW, "p"), (RULE, "left.value")], ids=["view", "denorm"])
-@pytest.mark.parametrize("of_each_size", [pytest.param("small", marks=pytest.mark.slow), "large"], indirect=True)
-@pytest.mark.parametrize("sql", [GUARDED, PLAIN], ids=["guarded", "plain"])
+@pytest.mark.parametrize("sql", [pytest.param(GUARDED, marks=pytest.mark.slow), PLAIN], ids=["guarded", "plain"])
 def test_an_element_is_computed_where_its_condition_holds(
     services: Services,
     spark: SparkSession,

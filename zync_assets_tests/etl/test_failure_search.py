@@ -250,6 +250,7 @@ def test_a_join_key_with_many_failing_pairs_stops_no_batch(make: Make, monkeypat
     sound(it)
 
 
+@pytest.mark.slow
 def test_a_record_goes_through_the_mended_rule_once(make: Make) -> None:
     it = make(COPY)
     it.send(it.left, row(1, "1"), row(2, "x"), row(3, "3"), row(4, "y"))

@@ -389,7 +389,7 @@ def test_a_change_that_waits_goes_on_once_its_rule_is_back(make: Make) -> None:
     assert it.etl() is None
 
 
-@pytest.mark.parametrize("kind", ["string", "boolean"])
+@pytest.mark.parametrize("kind", ["string", pytest.param("boolean", marks=pytest.mark.slow)])
 def test_a_flattened_delete_that_no_rule_takes_ends_the_row(make: Make, kind: str) -> None:
     """Debezium's ExtractNewRecordState writes such records in the mode ``rewrite``. No tombstone follows."""
     text = BOTH.replace("op string", f"`__deleted` {kind}") + RULES.partition("  - {name: left-update")[0]
@@ -407,7 +407,7 @@ def test_a_flattened_delete_that_no_rule_takes_ends_the_row(make: Make, kind: st
     assert rows(it) == {"k1": {"id": 1, "l": "new", "r": "r1"}}
 
 
-@pytest.mark.parametrize("op", [True, False])
+@pytest.mark.parametrize("op", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_flattened_delete_is_emitted_if_its_row_may_have_made_an_output(make: Make, op: bool) -> None:
     """The creation is joined. An update, which also needs a counterpart, is pending."""
     text = BOTH.replace("op string", f"`__deleted` string{', `__op` string' if op else ''}")

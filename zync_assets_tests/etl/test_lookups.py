@@ -46,6 +46,7 @@ def test_pending_says_what_a_record_waits_for(missing: Missing, since: str | Non
     assert waiting_reason(rule, since, null=null).startswith(text)
 
 
+@pytest.mark.slow
 def test_a_look_up_by_a_collation_finds_the_row(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

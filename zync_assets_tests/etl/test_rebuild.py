@@ -111,6 +111,7 @@ def test_an_edit_of_the_fields_of_a_key_needs_another_topic(make: Make, key: str
     assert len(edited.staged()) == 2
 
 
+@pytest.mark.slow
 def test_outputs_that_share_the_account_of_an_input_are_rebuilt_together(make: Make) -> None:
     """A record that only the other output gets would count as done without it."""
     both = BOTH + "  - {topic: $out-b, pool: Staging, key-format: string, value-format: json, create: {}}\n"

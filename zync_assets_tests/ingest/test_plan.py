@@ -272,6 +272,7 @@ def test_what_retention_took_of_a_partition_that_was_added_later_is_a_loss(make:
     assert it.ingest(it.left) == {}
 
 
+@pytest.mark.slow
 def test_a_loss_that_leaves_nothing_to_read_is_accounted_for_at_once(make: Make) -> None:
     it = make("on-data-loss: continue, ")
     it.send(it.left, row(1))

@@ -394,6 +394,7 @@ def transform(it: Mini) -> None:
     list(runner.etl_all(it.pipeline, lambda: it.spark))
 
 
+@pytest.mark.slow
 def test_a_restarted_connector_adds_no_output(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -235,6 +235,7 @@ def test_a_shape_that_names_the_time_has_the_carried_time(make: Make, monkeypatc
     assert [value["at"] for _, value in values(it)] == [5000, 9000, 9000, 9000, 9000, 9500, 9500]
 
 
+@pytest.mark.slow
 def test_partitions_and_joins(make: Make) -> None:
     it = make("{where: value.id % 2 = 0, key: upper(key)}", rules=JOIN, partitions=2)
     for partition in range(2):

@@ -47,6 +47,7 @@ def signed(secured: Secured, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
     yield regions
 
 
+@pytest.mark.slow
 def test_msks_token_is_what_the_broker_is_shown(
     msk: Mapping[str, str], signed: list[str], unique: str, secured: Secured
 ) -> None:

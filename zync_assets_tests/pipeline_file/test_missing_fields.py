@@ -84,6 +84,7 @@ def test_names_are_whole_at_any_depth() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_schema_that_the_registry_no_longer_has_stops_no_rule(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -168,6 +169,7 @@ transforms:
 """
 
 
+@pytest.mark.slow
 def test_a_shape_may_be_there_before_the_field(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
 ) -> None:

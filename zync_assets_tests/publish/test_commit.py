@@ -143,6 +143,7 @@ def test_what_a_killed_publisher_sent_is_verified_and_the_rest_follows(make: Mak
     assert plan_publish(it.pipeline, it.out).nothing_to_do
 
 
+@pytest.mark.slow
 def test_records_that_were_published_under_other_ids_of_the_registry_are_staging_s(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

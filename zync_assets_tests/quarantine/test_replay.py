@@ -84,7 +84,7 @@ def replay(it: Mini) -> None:
     list(replay_all(it.pipeline, lambda: it.spark, EVERYTHING))
 
 
-@pytest.mark.parametrize("seen", [True, False], ids=["seen by ETL", "new to ETL"])
+@pytest.mark.parametrize("seen", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["seen by ETL", "new to ETL"])
 def test_a_record_that_can_be_decoded_now_comes_into_its_place(late: Late, seen: bool) -> None:
     it = late.it
     it.ingest()
@@ -109,6 +109,7 @@ def test_a_record_that_can_be_decoded_now_comes_into_its_place(late: Late, seen:
     sound(it)
 
 
+@pytest.mark.slow
 def test_a_field_that_came_by_a_replay_is_left_out_of_records_whose_schema_lacks_it(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -137,7 +138,8 @@ transforms:
 """
 
 
-@pytest.mark.parametrize("rebuilt", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rebuilt", [False, True])
 def test_a_replayed_record_has_its_own_place_in_the_order_of_the_source(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, rebuilt: bool
 ) -> None:
@@ -170,6 +172,7 @@ def test_a_replay_after_later_records_names_the_partition_and_the_cure(late: Lat
     assert f"zync rebuild {it.pipeline.path}" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rebuild_that_was_killed_before_a_replay_makes_the_rows_right(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -200,6 +203,7 @@ def test_a_replay_into_the_table_of_a_view_leaves_later_rows_and_says_nothing(
     assert late.it.classes(late.it.left) == {"done": 3}
 
 
+@pytest.mark.slow
 def test_a_replay_before_etl_says_nothing_of_later_records(late: Late) -> None:
     it = late.it
     it.ingest()
@@ -231,6 +235,7 @@ def test_a_replay_that_is_killed_at_any_point_goes_on_as_if_nothing_had_been(lat
     sound(it)
 
 
+@pytest.mark.slow
 def test_a_replay_that_ended_before_etl_is_taken_up_by_the_next_batch(late: Late) -> None:
     it = late.it
     it.step()
@@ -281,6 +286,7 @@ def test_what_is_dropped_is_dropped_once_and_replayed_no_more(late: Late) -> Non
     sound(it)
 
 
+@pytest.mark.slow
 def test_a_topic_that_no_rule_reads_has_no_account_to_drop_its_records_in(late: Late) -> None:
     it = late.it
     it.send(it.right, b"\0\0\0\0\0")
@@ -342,7 +348,8 @@ transforms:
 )
 
 
-@pytest.mark.parametrize("how", ["renamed", pytest.param("another join-on", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["renamed", "another join-on"])
 def test_what_waits_for_a_rule_that_is_another_one_now_waits_for_it(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, how: str
 ) -> None:

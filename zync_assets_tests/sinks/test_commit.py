@@ -158,6 +158,7 @@ def test_a_batch_is_folded_and_written_once(
     assert rows(it) == [(1, "n", None), (2, "B", "bb"), (4, "d", None), (5, "e", "ee")]
 
 
+@pytest.mark.slow
 def test_a_column_that_was_dropped_is_not_made_again_without_its_values(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -358,6 +359,7 @@ sinks:
 """
 
 
+@pytest.mark.slow
 def test_the_latest_record_of_a_key_wins_after_new_partitions_moved_the_key(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -819,7 +821,7 @@ sinks:
 """
 
 
-@pytest.mark.parametrize("shape", ["", ", shape: {where: value.id > 0}"])
+@pytest.mark.parametrize("shape", ["", pytest.param(", shape: {where: value.id > 0}", marks=pytest.mark.slow)])
 def test_a_field_that_the_writer_s_schema_lacks_leaves_its_column(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, shape: str
 ) -> None:
@@ -858,6 +860,7 @@ sinks:
 """
 
 
+@pytest.mark.slow
 def test_rows_from_before_a_column_have_its_default(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -311,6 +311,7 @@ def test_records_whose_groups_can_not_be_encoded_leave_wherever_batches_are_cut(
     assert all(text.startswith(f"output to {it.out}: ") for text in texts)
 
 
+@pytest.mark.slow
 def test_an_expired_group_that_can_not_be_encoded_leaves_as_a_whole(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

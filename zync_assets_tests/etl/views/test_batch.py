@@ -64,6 +64,7 @@ def test_a_change_of_a_microsecond_beside_a_map_is_a_change(
     assert len(pool.it.staged(f"{unique}.a")) == 3
 
 
+@pytest.mark.slow
 def test_a_view_whose_names_the_lake_spells_otherwise_stays_as_it_is(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -92,7 +92,9 @@ FLAT = TEXT.replace(
 SHAPED = TEXT.replace('note string>"}}', 'note string>", shape: {{value: value.after}}}}')
 
 
-@pytest.mark.parametrize("text", [FLAT, SHAPED], ids=["ExtractNewRecordState", "shape"])
+@pytest.mark.parametrize(
+    "text", [FLAT, pytest.param(SHAPED, marks=pytest.mark.slow)], ids=["ExtractNewRecordState", "shape"]
+)
 def test_rows_that_are_no_envelopes_keep_what_was_not_sent(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, text: str
 ) -> None:

@@ -217,6 +217,7 @@ def test_a_join_of_two_types_costs_the_record_that_has_no_value_of_both(
     assert it.classes(it.left) == {"done": 2, "quarantined": 2}
 
 
+@pytest.mark.slow
 def test_a_row_of_before_the_view_that_a_join_fails_on_is_named(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

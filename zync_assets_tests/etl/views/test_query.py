@@ -60,6 +60,7 @@ def test_a_map_to_compare_and_a_missing_field_are_errors_with_a_cure(
         it.etl()
 
 
+@pytest.mark.slow
 def test_a_join_that_takes_two_texts_for_one_does_so_on_both_sides(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -85,6 +86,7 @@ transforms:
     assert sorted(pairs) == [(0, 1, "a"), (0, 2, "A"), (1, 2, "A")]
 
 
+@pytest.mark.slow
 def test_the_cure_for_a_map_works_and_every_edited_view_is_named(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

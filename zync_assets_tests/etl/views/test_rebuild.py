@@ -79,6 +79,7 @@ def test_a_view_goes_on_after_retention_and_a_rebuild_of_its_state_names_what_is
     assert folded(it) == {1: "Anna", 2: "Rob", 3: "Anna", 4: "Rob"}
 
 
+@pytest.mark.slow
 def test_a_row_that_made_no_output_is_not_missed_after_retention(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
