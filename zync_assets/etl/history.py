@@ -91,12 +91,14 @@ def rebuild_events(pipeline: Pipeline, session: Session, pool: str, topics: tupl
     other_commits: list[EtlCommit] = []
 
     def read() -> Recomputed:
+        real = staging.open_staging(pipeline.lake, pool)
         # What another process committed meanwhile.
         other_commits.extend(_recomputed_commits(scratch_pipeline, session, pipeline, pool))
         crash_point("rebuild:recomputed")
         state = staging.open_staging(scratch_pipeline.lake, scratch_pipeline.staging_pools[0])
         assert state is not None
-        return Recomputed(state, prefix, out_topics)
+        assert real is not None
+        return Recomputed(state, prefix, out_topics, real.head.replayed)
 
     def commit(recomputed: Recomputed) -> EtlCommit | None:
         plan = rebuild_events_plan(pipeline, pool, recomputed)

@@ -60,12 +60,13 @@ class Recomputed:
     """A scratch pool with the results of a staging pool's event rules over the raw history.
 
     ``prefix``: the prefix of the names of the scratch pool's output topics; ``topics``: the output topics that get the
-    differences.
+    differences; ``replayed``: topic → replays in the account of the staging pool, before the results were computed.
     """
 
     state: StagingState = field(repr=False)
     prefix: str
     topics: tuple[str, ...]
+    replayed: Mapping[str, int]
 
 
 @dataclass(frozen=True)

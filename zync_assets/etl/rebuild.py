@@ -67,13 +67,13 @@ def event_rules(pipeline: Pipeline, pool: str) -> tuple[Rule, ...]:
 
 
 def rebuild_events_plan(pipeline: Pipeline, pool: str, recomputed: Recomputed) -> EtlPlan:
-    """The plan of the commit. CommitConflict if a batch was committed since the scratch pool reached *seen*."""
-    plan = plan_etl(pipeline, pool)
-    for place, position in plan.head.inputs.items():
-        if place[0] in _account_inputs(pipeline, pool, recomputed):
-            scratch_position = recomputed.state.head.inputs.get(place)
-            if (position.seen if scratch_position is None else scratch_position.seen) != position.seen:
-                raise CommitConflict(f"pool {pool}: another process transformed {place[0]} meanwhile; run again")
+    """The plan of the commit. CommitConflict if a batch took records, or a replay, since the scratch pool reached *seen*."""
+    plan, scratch, old = plan_etl(pipeline, pool), recomputed.state.head.inputs, recomputed.replayed
+    for (topic, partition), position in plan.head.inputs.items():
+        is_other = scratch.get((topic, partition), position).seen != position.seen
+        is_other = is_other or plan.head.replayed.get(topic) != old.get(topic)
+        if is_other and topic in _account_inputs(pipeline, pool, recomputed):
+            raise CommitConflict(f"pool {pool}: another process transformed {topic} meanwhile; run again")
     ranges: dict[str, Any] = dict.fromkeys(plan.ranges, ())
     waits = waits_on(plan.state)
     return replace(plan, ranges=ranges, retries=Retries(), cuts={}, waits=waits, recomputed=recomputed)

@@ -14,6 +14,7 @@ from zync_assets.audit.guard import exactly_once_done_coverage
 from zync_assets.checks.output_checks import run_all
 from zync_assets.cli.main import main
 from zync_assets.errors import CommitConflict
+from zync_assets.etl import history
 from zync_assets.etl.retries import Retry
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake import raw, staging
@@ -186,6 +187,30 @@ def test_a_rebuild_that_was_killed_before_a_replay_makes_the_rows_right(
     replay(it)
     assert ids(it) == [1, 3, 2]
     assert [commit.pool for commit in rebuild_all(it.pipeline, lambda: it.spark)] == ["~rebuild/Staging", "Staging"]
+    assert ids(it) == [1, 3, 2, 3]
+    assert it.classes(it.left) == {"done": 3}
+
+
+@pytest.mark.slow
+def test_a_rebuild_that_meets_a_replay_has_the_replayed_record(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replay comes between the last batch of the scratch pool and the commit of the rebuild."""
+    late = Late(mini(services, spark, tmp_path, unique, AVRO + COPY.replace("in.key", "\"'all'\"")))
+    it = late.it
+    it.step()
+    passes: list[str] = []
+
+    def crash_point(name: str) -> None:
+        passes.append(name)
+        if passes == ["rebuild:recomputed"]:
+            late.mend()
+            replay(it)
+
+    monkeypatch.setattr(history, "crash_point", crash_point)
+    list(rebuild_all(it.pipeline, lambda: it.spark))
+    it.step()
+    assert passes == ["rebuild:recomputed", "rebuild:recomputed", "rebuild:committed"]
     assert ids(it) == [1, 3, 2, 3]
     assert it.classes(it.left) == {"done": 3}
 
