@@ -42,7 +42,7 @@ from zync_assets_tests.model import Model
 from zync_assets_tests.publish import test_restore
 from zync_assets_tests.s3 import S3
 from zync_assets_tests.shop import Shop, changes, make_shop
-from zync_assets_tests.sinks import conformance, test_commit
+from zync_assets_tests.sinks import conformance, test_commit, test_replay
 from zync_assets_tests.test_chain import assert_equals_model
 
 if TYPE_CHECKING:
@@ -207,6 +207,7 @@ CASES: dict[str, Case] = {
 }
 ELSEWHERE = {
     *test_commit.POINTS,
+    *test_replay.POINTS,
     *conformance.RESET_POINTS,
     *test_maintenance.POINTS,
     *test_rebuild.OWN_POINTS,

@@ -36,7 +36,7 @@ from zync_assets.sinks.columns import OFFSET, PARTITION, TIME, Layout
 from zync_assets.sinks.commit import loaded
 from zync_assets.sinks.files import FilesTarget
 from zync_assets.sinks.fold import DELETE, OP, SET, UPDATE
-from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, reset_command, source_frame
+from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, progress_of, reset_command, source_frame
 from zync_assets.sinks.target import Column, TableSpec, Target, open_target
 from zync_assets.spark.failures import spark_failures
 from zync_assets.spark.session import Session, lazy_session
@@ -127,7 +127,7 @@ def rows_match(pipeline: Pipeline, session: Session, sink: Sink, table: SinkTabl
             differences = compare_rows(plan, session)
         except SinkError as error:
             return conclude(ROWS_MATCH, subject, "error", [str(error)], "", {})
-        if not differences.differing or plan.target().progress(plan.place) == plan.progress:
+        if not differences.differing or progress_of(pipeline, sink, table) == plan.progress:
             numbers: dict[str, Number] = {"rows": differences.rows, "differing": differences.differing}
             problems = [f"{differences}. Load the table again: {reset_command(plan)}"] if differences.differing else []
             return conclude(ROWS_MATCH, subject, "error", problems, "every row is what its records make it", numbers)

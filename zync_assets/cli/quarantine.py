@@ -39,6 +39,7 @@ from zync_assets.pipeline_file import load
 from zync_assets.quarantine.replay import ReplayCommit
 from zync_assets.runner import drop_all, replay_all
 from zync_assets.sinks.replay import RefusedRecord, drop_refused, refused_records, replay_refused
+from zync_assets.sinks.steps import sink_replays
 from zync_assets.spark.session import spark_session
 
 COLUMNS = ("pool", "topic", "partition", "offset", "time", "stage", "rule", "error")
@@ -152,11 +153,14 @@ def replay(
     places = {record.place for record in _of_rules(model, choice)}
     seen_offsets = _seen_offsets(model)
     reasons: dict[tuple[str, int, int], str] = {}
+    raw_topics: list[str] = []
     for commit in () if sinks else replay_all(model, session, choice):
         if isinstance(commit, ReplayCommit):
+            raw_topics.append(commit.topic)
             reasons |= {(commit.topic, *place): reason for place, reason in commit.reasons.items()}
     # A record that a rule fails on has the reason of this attempt: ETL committed it just now.
     reason_by_place = {record.place: reasons.get(record.place, record.error) for record in _of_rules(model, choice)}
+    sink_replays(model, session, raw_topics)
     count, refusals = replay_refused(model, session, choice)
     left = refusals | {place_text(*place): reason for place, reason in reason_by_place.items()}
     for place, reason in list(left.items())[:REASONS]:

@@ -182,7 +182,7 @@ class ClickhouseTarget(SqlTarget):
         with self.connection() as connection:
             rows = _rows(connection, POSITIONS, place)
             quarantine_rows = _rows(connection, QUARANTINE, place)
-        positions = [row for row in rows if row["partition"] >= 0]
+        positions = [row for row in rows if row["partition"] not in (_CLEARING, _EMPTIED)]
         next_offsets = {row["partition"]: row["next"] for row in positions}
         # The refused records of a batch that did not move the position do not count.
         refusals = [row for row in quarantine_rows if row["offset"] < next_offsets.get(row["partition"], 0)]

@@ -28,6 +28,7 @@ from zync_assets.pipeline import Sink
 from zync_assets.sinks.columns import FAILED, OFFSET, PARTITION, TIME, Layout
 from zync_assets.sinks.fold import comparable, fold_all
 from zync_assets.sinks.plan import (
+    REPLAYS,
     PlainSource,
     SinkBatch,
     SinkPlan,
@@ -66,7 +67,6 @@ PART_BYTES = 1 << 20
 SEARCH_OFFSETS = 4_000
 """The most offsets in which one Spark task looks for refused records. It holds their records in memory."""
 
-
 MOST_REFUSALS = 100
 """The number of refused records in a row that ends a batch, because the table itself must be wrong. Other sinks then get their
 turn."""
@@ -101,7 +101,7 @@ def commit_sink(batch: SinkBatch, *, evolves: bool = True) -> SinkCommit:
     # 1. Stop at a failed check, as publishing and ETL do. Then create the table, or change it.
     _refuse_failures(plan)
     with target.session():
-        _prepare(target, plan, layout.spec, evolves)
+        prepare_table(target, plan, layout.spec, evolves=evolves)
         crash_point("sink:prepared")
         source = plain_source(plan, layout)
         appends = target.appends(layout.spec, whole=layout.is_whole or source is not None)
@@ -130,7 +130,7 @@ def commit_sink(batch: SinkBatch, *, evolves: bool = True) -> SinkCommit:
     return SinkCommit(plan.sink.name, plan.table.name, plan.table.source, plan.ranges, count, len(bad), seconds, lag)
 
 
-def _prepare(target: Target, plan: SinkPlan, spec: TableSpec, evolves: bool) -> None:
+def prepare_table(target: Target, plan: SinkPlan, spec: TableSpec, *, evolves: bool) -> None:
     """Create the table, or change it to fit. SinkError if the table lacks the records before the position, or has records after
     it."""
     is_begun = plan.progress.origin is not None
@@ -377,7 +377,7 @@ class Search:
 
     def finish(self) -> None:
         """Move the positions to the end of the batch, past offsets without a record."""
-        if self.position != self.task.merge.upcoming:
+        if not self.task.merge.upcoming.items() <= self.position.items():
             self._merge(self.task.merge.upcoming, ())
 
     def _write(self, first: int, end: int) -> None:
@@ -424,7 +424,7 @@ class Search:
             )
 
     def _positions_at(self, end: int) -> dict[int, int]:
-        """Partition → next offset when the records before index ``end`` are applied."""
+        """Partition → next offset when the records before index ``end`` are applied. Any part counts the replays."""
         partitions = self.rows.column(PARTITION).to_numpy()
         offsets = self.rows.column(OFFSET).to_numpy()
         positions: dict[int, int] = {}
@@ -432,7 +432,7 @@ class Search:
             indexes = np.flatnonzero(partitions == partition)
             applied_indexes = indexes[indexes < end]
             if len(applied_indexes) == len(indexes):
-                if end == len(partitions) or len(indexes):
+                if end == len(partitions) or len(indexes) or partition == REPLAYS:
                     positions[partition] = end_offset
             elif len(applied_indexes):
                 positions[partition] = int(offsets[applied_indexes[-1]]) + 1

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc
 from zync_assets.crashes import crash_point
-from zync_assets.errors import CommitConflict, LakeError, LakeUnavailable, SinkError, TargetUnavailable
+from zync_assets.errors import CommitConflict, LakeError, LakeUnavailable, SinkError, TargetRefused, TargetUnavailable
 from zync_assets.lake import archive, archive_objects, storage
 from zync_assets.lake.archive import ArchiveObject, ArchiveState, Promise
 from zync_assets.lake.check_results import count_text
@@ -171,6 +171,11 @@ class FilesTarget(Target):
 
     def _merged_state(self, old_state: ArchiveState, merge: Merge) -> ArchiveState:
         tails, promises = dict(old_state.tails), dict[str, Promise]()
+        # A state of an earlier version has no list. The list begins with the present objects.
+        objects = old_state.objects
+        if objects is None:
+            present_objects = archive.list_objects(self.root, merge.spec.name)
+            objects = (*(item.path for item in present_objects), *old_state.tails.values())
         for load in merge.loads:
             chunks = self._chunks(load.name)
             if not all(archive.exist(self.root, [archive.load_path(load.name, chunk.file) for chunk in chunks])):
@@ -188,6 +193,11 @@ class FilesTarget(Target):
                 tail_path = tails.get(chunk.partition)
                 tail = archive.parse_object(tail_path) if tail_path is not None else None
                 promise = Promise(item.path, (path,))
+                if tail is not None and item.first <= tail.last:
+                    # A replay. Readers take an object within the range of another object for its shorter form.
+                    _refuse_overlap(item, objects)
+                    promises[promise.path] = promise
+                    continue
                 if tail is not None and tail.chunk == item.chunk:
                     longer = replace(item, first=tail.first).path
                     if tail.path in promises:
@@ -197,11 +207,6 @@ class FilesTarget(Target):
                         promise = Promise(longer, (tail.path, path), tail.path)
                 promises[promise.path] = promise
                 tails[chunk.partition] = promise.path
-        # A state of an earlier version has no list. The list begins with the present objects.
-        objects = old_state.objects
-        if objects is None:
-            present_objects = archive.list_objects(self.root, merge.spec.name)
-            objects = (*(item.path for item in present_objects), *old_state.tails.values())
         replaced_paths = {promise.replaces for promise in promises.values()}
         cured_spots = set(merge.cured)
         if not cured_spots <= {(item[0], item[1]) for item in old_state.bad}:
@@ -326,6 +331,19 @@ def _claim(state: ArchiveState, merge: Merge) -> None:
     is_other = state.origin is not None and state.origin != merge.origin
     if is_other or any(state.next.get(partition) != expected for partition, expected in merge.expected.items()):
         raise CommitConflict(f"{merge.place}: another run wrote first; run again")
+
+
+def _refuse_overlap(item: ArchiveObject, paths: Sequence[str]) -> None:
+    """TargetRefused if an offset of a new object lies in the range of another object of the topic."""
+    others = (other for path in paths if (other := archive.parse_object(path)) is not None)
+    for other in others:
+        if (other.topic, other.partition) == (item.topic, item.partition) and (
+            other.first <= item.last and item.first <= other.last
+        ):
+            raise TargetRefused(
+                f"the object {other.path} has the offsets around the record. To have the record in the archive, load the table"
+                " again with --reset"
+            )
 
 
 def _version(state: ArchiveState) -> int:

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import DataType
 
+REPLAYS = -3
+"""The partition of a position that is the number of the raw table's replays. Targets have marks of their own at -1 and -2."""
 BATCH_OFFSETS = 1_000_000
 """The most offsets of a batch. Tasks stream the records, so that the number bounds no memory but the size of load tables."""
 
@@ -107,16 +109,17 @@ class SinkPlan:
 
     @property
     def expected(self) -> dict[int, int | None]:
-        """Partition → the target's next offset before the batch."""
-        return {item.partition: self.progress.next.get(item.partition) for item in self.ranges}
+        """Partition → the target's next offset before the batch, and its count of replays."""
+        next_offsets = {item.partition: self.progress.next.get(item.partition) for item in self.ranges}
+        return next_offsets | ({REPLAYS: self.progress.replays} if isinstance(self.state, RawState) else {})
 
     @property
     def upcoming(self) -> dict[int, int]:
-        """Partition → the target's next offset after the batch."""
-        return {item.partition: item.end for item in self.ranges}
+        """Partition → the target's next offset after the batch. The batch has the records of all replays in its ranges."""
+        ends = {item.partition: item.end for item in self.ranges}
+        return ends | ({REPLAYS: self.state.replays} if isinstance(self.state, RawState) else {})
 
     def target(self) -> Target:
-        """A new object of the target."""
         return open_target(self.sink)
 
 
@@ -232,17 +235,21 @@ def _has_lacking(state: RawState) -> bool:
 
 def side_names(plan: SinkPlan) -> dict[str, str]:
     """``key`` and ``value`` → the columns of the source's table."""
-    topic = plan.table.topic
-    return (
-        {"key": key_column(topic), "value": value_column(topic)}
-        if plan.table.staged
-        else {"key": "key", "value": "value"}
-    )
+    if plan.table.staged:
+        return {"key": key_column(plan.table.topic), "value": value_column(plan.table.topic)}
+    return {"key": "key", "value": "value"}
 
 
 def place_of(pipeline: Pipeline, sink: Sink, table: SinkTable) -> Place:
     """The place of a sink's position."""
     return Place(pipeline.name, sink.name, table.source)
+
+
+def progress_of(pipeline: Pipeline, sink: Sink, table: SinkTable) -> Progress:
+    """How far the source of a target table was written. Raises TargetUnavailable."""
+    progress = open_target(sink).progress(place_of(pipeline, sink, table))
+    next_offsets = {partition: offset for partition, offset in progress.next.items() if partition != REPLAYS}
+    return replace(progress, next=next_offsets, replays=progress.next.get(REPLAYS))
 
 
 def writers(plan: SinkPlan) -> dict[Place, bool]:
@@ -268,7 +275,7 @@ def plan_sink(
     """
     snapshot = snapshot or Snapshot(pipeline)
     # The target before its source: another run may be at work, and must not look ahead of the lake.
-    progress = open_target(sink).progress(place_of(pipeline, sink, table))
+    progress = progress_of(pipeline, sink, table)
     if table.staged:
         state = snapshot.staging(table.pool)
         outputs = state.head.positions(table.topic) if state else {}
@@ -333,9 +340,8 @@ def layout(plan: SinkPlan, session: Session) -> Layout:
     schema = state.schema if state is not None else pa.schema([])
     comment = f"{plan.pipeline.name}: {table.source}"
     if plan.target().whole_records:
-        columns = {
-            side: schema.field(name).type for side, name in {"kafka": "kafka", **names}.items() if name in schema.names
-        }
+        sides = {"kafka": "kafka", **names}
+        columns = {side: schema.field(name).type for side, name in sides.items() if name in schema.names}
         if isinstance(state, RawState) and state.with_ids:
             ids = [schema.field(name) for name in frames.SCHEMA_IDS]
             columns["kafka"] = pa.struct([*schema.field("kafka").type, *ids])

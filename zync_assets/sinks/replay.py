@@ -1,10 +1,14 @@
 """Refused records of targets, written again after the table or the target was corrected, or given up.
 
 A record is written again only if no later record of its key has been written. Otherwise the row would go back in time.
+
+A replay of ingest's quarantine may bring a raw record after the sink has passed its offset. One transaction of the target then
+puts the record into the sink's quarantine, and counts the replay. From there it is written as a refused record is.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -12,20 +16,29 @@ from functools import partial, reduce
 import pyarrow as pa
 
 from zync_assets.conflicts import retried
+from zync_assets.crashes import crash_point
 from zync_assets.errors import TargetRefused
+from zync_assets.lake import raw
+from zync_assets.lake.check_results import count_text
 from zync_assets.lake.quarantine_table import Selection
+from zync_assets.lake.raw import RawState
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import OFFSET, PARTITION, TIME, Layout
 from zync_assets.sinks.commit import in_tasks, loaded
-from zync_assets.sinks.plan import SinkPlan, layout, plan_sink, reset_command, source_frame
-from zync_assets.sinks.target import BadRecord, Merge, TableSpec, open_target
+from zync_assets.sinks.plan import REPLAYS, SinkPlan, layout, plan_sink, reset_command, source_frame
+from zync_assets.sinks.target import BadRecord, Merge, Place, TableSpec, open_target
 from zync_assets.spark.session import Session, lazy_session
 from zync_assets.spark.tasks import search_settings
+
+_log = logging.getLogger(__name__)
 
 OVERTAKEN = "a later record of its key has been written, and nothing was changed; drop it"
 
 LEFT_OUT = "the sink leaves it out now, by before: {where: ...} or delete: false, and nothing was changed; drop it"
+
+LATE = "a replay brought the record after the sink had passed its offset"
 
 Spot = tuple[int, int]
 """Partition and offset."""
@@ -56,12 +69,9 @@ def replay_refused(pipeline: Pipeline, session: Session, selection: Selection) -
     count, reason_by_record, session = 0, dict[str, str](), lazy_session(session)
     for plan in _plans(pipeline, selection):
         if records := _chosen_records(plan, selection):
+            read = partial(plan_sink, pipeline, plan.sink, plan.table)
             with search_settings(session()):
-                reasons = retried(
-                    partial(plan_sink, pipeline, plan.sink, plan.table),
-                    lambda new: _replay(new, session, _chosen_records(new, selection)),
-                    first=plan,
-                )
+                reasons = retried(read, lambda new: _replay(new, session, _chosen_records(new, selection)), first=plan)
             count += len(records) - len(reasons)
             by_spot = {(item.partition, item.offset): item for item in records}
             reason_by_record |= {
@@ -82,6 +92,94 @@ def drop_refused(pipeline: Pipeline, selection: Selection) -> int:
 
     plans = _plans(pipeline, selection)
     return sum(retried(partial(plan_sink, pipeline, plan.sink, plan.table), drop, first=plan) for plan in plans)
+
+
+def late_spots(plan: SinkPlan) -> tuple[Spot, ...]:
+    """The records of replays that the sink has passed, and that are not in its quarantine."""
+    state, count = plan.state, plan.progress.replays
+    if not isinstance(state, RawState) or count is None or count == state.replays:
+        return ()
+    return tuple(
+        (partition, offset)
+        for partition, offsets in raw.replay_offsets(state, count).items()
+        for offset in offsets.tolist()
+        if offset < plan.progress.next.get(partition, 0)
+    )
+
+
+def note_late(plan: SinkPlan) -> SinkPlan:
+    """Put the records of replays that the sink has passed into its quarantine, in one transaction; the plan with its progress.
+
+    Raises CommitConflict if another run wrote first.
+    """
+    spots = late_spots(plan)
+    if not spots or not isinstance(plan.state, RawState):
+        return plan
+    replays, records = plan.state.replays, tuple(BadRecord(*spot, "", LATE) for spot in spots)
+    merge = _merge(plan, TableSpec(plan.table.name, (), (), plan.sink.mode), ())
+    expected = {**merge.expected, REPLAYS: plan.progress.replays}
+    plan.target().merge(replace(merge, expected=expected, upcoming={REPLAYS: replays}, bad=records))
+    crash_point("sink:late")
+    progress = replace(plan.progress, replays=replays, bad=tuple(sorted((*plan.progress.bad, *records))))
+    return replace(plan, progress=progress)
+
+
+_tries: set[tuple[Place, BadRecord]] = set()
+"""The late records that this process has tried to write."""
+
+
+def late_records(plan: SinkPlan) -> list[BadRecord]:
+    """The late records in a sink's quarantine. A process tries each once."""
+    return [item for item in plan.progress.bad if item.error == LATE and (plan.place, item) not in _tries]
+
+
+def write_late(plan: SinkPlan, session: Session) -> SinkPlan:
+    """Write the late records in a sink's quarantine; the plan with the new progress. Raises CommitConflict.
+
+    A record that a later record of its key has overtaken is given up. A record that the target refuses stays in quarantine.
+    """
+    records = late_records(plan)
+    with search_settings(session()):
+        reason_by_spot = _replay(plan, session, records)
+    _tries.update((plan.place, item) for item in records)
+    passed = [spot for spot, reason in reason_by_spot.items() if reason.startswith((OVERTAKEN, LEFT_OUT))]
+    if passed:
+        plan.target().merge(_merge(plan, TableSpec(plan.table.name, (), (), plan.sink.mode), tuple(passed)))
+    subject = f"sink {plan.sink.name}, table {plan.table.name}"
+    if count := sum(reason_by_spot[spot].startswith(OVERTAKEN) for spot in passed):
+        _log.warning(
+            "%s: %s of a replay came after later records of the same keys, and left the rows as they were. If a row lacks values"
+            " of such a record, load the table again: %s",
+            *(subject, count_text(count, "record"), reset_command(plan)),
+        )
+    refusals = {spot: reason for spot, reason in reason_by_spot.items() if spot not in passed}
+    for (partition, offset), reason in list(refusals.items())[:1]:
+        _log.warning(
+            "%s: the target refused %s of a replay. The first is partition %s, offset %s: %s. Once that is corrected, run: %s",
+            *(subject, count_text(len(refusals), "record"), partition, offset, reason.rstrip(".")),
+            plan.pipeline.command("quarantine replay"),
+        )
+    cured = {(item.partition, item.offset) for item in records} - refusals.keys()
+    bad_records = tuple(item for item in plan.progress.bad if (item.partition, item.offset) not in cured)
+    return replace(plan, progress=replace(plan.progress, bad=bad_records))
+
+
+def wanted_from(pipeline: Pipeline, topic: str) -> dict[int, int]:
+    """Partition → the first offset of a raw table that a sink may still want. A sink wants unwritten and refused records, and
+    every record before its first batch. Raises TargetUnavailable."""
+    limits: dict[int, int] | None = None
+    snapshot = Snapshot(pipeline)
+    for sink, table in pipeline.raw_sinks(topic):
+        plan = plan_sink(pipeline, sink, table, snapshot=snapshot, check=False)
+        next_offsets = dict(plan.progress.next)
+        for partition, offset in [*((item.partition, item.offset) for item in plan.progress.bad), *late_spots(plan)]:
+            next_offsets[partition] = min(next_offsets.get(partition, offset), offset)
+        limits = (
+            next_offsets
+            if limits is None
+            else {p: min(limits[p], next_offsets[p]) for p in limits.keys() & next_offsets.keys()}
+        )
+    return limits or {}
 
 
 def _plans(pipeline: Pipeline, selection: Selection) -> Iterator[SinkPlan]:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,10 +29,10 @@ from zync_assets.errors import (
     ZyncError,
 )
 from zync_assets.lake import raw, staging
-from zync_assets.offsets import OffsetRange, offset_count
+from zync_assets.offsets import OffsetRange, offset_count, subtract
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import IS_DELETE, Layout, SourceColumn
-from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, check_table, commit_sink
+from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, check_table, commit_sink, prepare_table
 from zync_assets.sinks.plan import (
     BATCH_OFFSETS,
     SinkBatch,
@@ -45,6 +45,7 @@ from zync_assets.sinks.plan import (
     source_frame,
     writers,
 )
+from zync_assets.sinks.replay import late_records, note_late, wanted_from, write_late
 from zync_assets.sinks.target import OUTAGE_CURE, Merge, Place, open_target
 from zync_assets.spark.session import Session
 from zync_assets.spark.tasks import search_settings
@@ -245,23 +246,6 @@ def _apply_retention(pipeline: Pipeline, table: SinkTable) -> None:
         upkeep.apply_retention(pipeline, item, state, partial(wanted_from, pipeline, item.topic))
 
 
-def wanted_from(pipeline: Pipeline, topic: str) -> dict[int, int]:
-    """Partition → the first offset of a raw table that a sink may still want. A sink wants unwritten and refused records, and
-    every record before its first batch. Raises TargetUnavailable."""
-    limits: dict[int, int] | None = None
-    for sink, table in pipeline.raw_sinks(topic):
-        progress = open_target(sink).progress(place_of(pipeline, sink, table))
-        next_offsets = dict(progress.next)
-        for record in progress.bad:
-            next_offsets[record.partition] = min(next_offsets.get(record.partition, record.offset), record.offset)
-        limits = (
-            next_offsets
-            if limits is None
-            else {p: min(limits[p], next_offsets[p]) for p in limits.keys() & next_offsets.keys()}
-        )
-    return limits or {}
-
-
 def read_sink(pipeline: Pipeline, session: Session, sink: str, table: str, limit: int = BATCH_OFFSETS) -> SinkBatch:
     """The next batch of a target table. The batch is lazy and starts no session."""
     sink_definition = pipeline.sink(sink)
@@ -272,6 +256,7 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
     """Write one batch; None if there is nothing to do. ``first``: a batch that was read already."""
 
     def commit(batch: SinkBatch) -> SinkCommit | None:
+        batch = write_replays(batch)
         if not batch.plan.nothing_to_do:
             _warn_of_removed_records(batch.plan)
             _warn_of_changing_key(batch.plan)
@@ -287,6 +272,29 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
         return None
 
     return retried(read, commit, first=first)
+
+
+def write_replays(batch: SinkBatch) -> SinkBatch:
+    """Write the raw records of replays that the sink has passed; the batch with the new progress. Raises CommitConflict."""
+    batch = replace(batch, plan=note_late(batch.plan))
+    if not late_records(batch.plan):
+        return batch
+    target, spec = batch.plan.target(), batch.layout().spec
+    with target.session():
+        # A replay may bring a column that the table lacks.
+        try:
+            prepare_table(target, batch.plan, spec, evolves=False)
+        except TableUnfit as error:
+            _refuse_lost_values(batch, error)
+            prepare_table(target, batch.plan, spec, evolves=True)
+    return replace(batch, plan=write_late(batch.plan, batch.session))
+
+
+def sink_replays(pipeline: Pipeline, session: Session, topics: Collection[str]) -> None:
+    """Write the raw records of some topics that replays brought after the sinks had passed them, and no other record."""
+    for sink, table in (place for topic in topics for place in pipeline.raw_sinks(topic)):
+        with remedies(sink.name, table.name):
+            retried(partial(read_sink, pipeline, session, sink.name, table.name), write_replays)
 
 
 def _warn_of_removed_records(plan: SinkPlan) -> None:
@@ -350,10 +358,12 @@ def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:
     if not error.missing:
         return
     table_layout = batch.layout()
-    ranges = tuple(
+    passed_ranges = [
         OffsetRange(partition, min(plan.starts.get(partition, 0), next_offset), next_offset)
         for partition, next_offset in sorted(plan.progress.next.items())
-    )
+    ]
+    refusals = [OffsetRange(item.partition, item.offset, item.offset + 1) for item in plan.progress.bad]
+    ranges = tuple(subtract(passed_ranges, refusals))
     with search_settings(batch.spark):
         # The default of a field that came later is no value of a record.
         own_columns = tuple(replace(item, default=None) for item in table_layout.columns)

@@ -40,7 +40,6 @@ Trait: TypeAlias = Literal["padded", "number"]
 LOAD_PREFIX = "zync_load_"
 _REMOVALS = pa.array([DELETE, REPLACE])
 OUTAGE_CURE = "Check the url, and that the target is up."
-
 LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1")  # of URLs that need no TLS
 
 _TLS_FAULTS: Mapping[str, str] = {
@@ -140,12 +139,13 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a source was written. ``next``: partition → next offset; ``origin``: the id of the lake's table that the
-    offsets belong to, None before the first batch; ``bad``: the records in the sink's quarantine."""
+    """How far a source was written. ``next``: partition → next offset; ``origin``: the id of the lake's table that the offsets
+    belong to, None before the first batch; ``bad``: the sink's quarantine; ``replays``: of the raw table, which it has."""
 
     next: Mapping[int, int] = field(default_factory=dict)
     origin: str | None = None
     bad: tuple[BadRecord, ...] = ()
+    replays: int | None = None
 
 
 @dataclass(frozen=True)

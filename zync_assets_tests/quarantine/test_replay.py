@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ transforms:
 class Late:
     """A topic with records 1, 2 and 3, of which the second names a schema that the registry does not have yet."""
 
-    def __init__(self, it: Mini) -> None:
+    def __init__(self, it: Mini, times: Sequence[int] = (1000, 5000, 2000)) -> None:
         self.it = it
         name = it.left.partition(".")[0]  # a schema of this test's own: the registry knows the same one again
         narrow, self.wide = ({"type": "record", "name": name, "fields": fields} for fields in ([ID], [ID, MORE]))
@@ -59,7 +60,7 @@ class Late:
             good + fastavro_bytes(narrow, {"id": 1}),
             bad + fastavro_bytes(self.wide, {"id": 2, "more": "x"}),
             good + fastavro_bytes(narrow, {"id": 3}),
-            times=[1000, 5000, 2000],
+            times=times,
         )
 
     def mend(self) -> None:
