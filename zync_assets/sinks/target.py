@@ -140,7 +140,7 @@ class BadRecord:
 @dataclass(frozen=True)
 class Progress:
     """How far a source was written. ``next``: partition → next offset; ``origin``: the id of the lake's table that the offsets
-    belong to, None before the first batch; ``bad``: the sink's quarantine; ``replays``: of the raw table, which it has."""
+    belong to, None before the first batch; ``bad``: the sink's quarantine; ``replays``: how many the raw table had."""
 
     next: Mapping[int, int] = field(default_factory=dict)
     origin: str | None = None
