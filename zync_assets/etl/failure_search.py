@@ -24,15 +24,14 @@ from zync_assets.etl.failures import Failure, Failures, Place
 from zync_assets.etl.partitions import Partitions, failing_partitions, partition_numbers
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.rules import kind_of
-from zync_assets.etl.rules.group import AGGREGATE, COMPLETE
 from zync_assets.etl.rules.kind import Columns, OutputColumns
 from zync_assets.etl.rules.results import output_columns, rule_conditions
-from zync_assets.etl.rules.shapes import has_schema, headers_sql
+from zync_assets.etl.rules.shapes import has_schema
 from zync_assets.etl.views.batch import ViewBatch
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
 from zync_assets.spark.failures import MOST, TEXT, cause_line, fails, is_overflow, overflow_records, spark_errors
-from zync_assets.spark.sql import excerpt, leaves
+from zync_assets.spark.sql import excerpt
 from zync_assets.spark.tasks import search_settings
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ class OverflowSearch:
             [row] = frame.selectExpr(f"{choice} AS chosen").collect()
             if row["chosen"] is not None:
                 rule = self.rules[index]
-                keys = ", ".join(join_keys(rule, topic))
+                keys = ", ".join(failures.join_keys(rule, topic))
                 if keys and _overflows(frame.selectExpr(f"xxhash64({keys}) AS hash"), "hash"):
                     return rule, kind_of(rule).join
                 return None
@@ -146,11 +145,6 @@ class OverflowSearch:
                 source = row["source"][alone[0]]
                 failing_place = self.topics[source["place"]], source["partition"], source["offset"]
             yield failing_place, rule, side
-
-
-def join_keys(rule: Rule, topic: str) -> list[str]:
-    """The expressions of a rule's join key that take a topic's records."""
-    return [f"({sql})" for sql in rule.side(topic).keys]
 
 
 def _inside(part: OffsetRange, of: str) -> str:
@@ -415,7 +409,7 @@ class _Search:
     def _join_keys(self, rule: Rule, topic: str) -> list[str]:
         """The expressions of a rule's join key, and of a group also the arguments of aggregates."""
         if rule.group is None:
-            return join_keys(rule, topic)
+            return failures.join_keys(rule, topic)
         inputs = {side.name: self.frames[side.topic] for side in rule.sides if side.topic in self.frames}
         inputs = {name: frame for name, frame in inputs.items() if has_schema(frame)}
         return [kind_of(rule).key_sql(rule, topic, inputs) or "NULL"]
@@ -424,24 +418,4 @@ class _Search:
         """The expressions of a rule that may fail for a side, as (place in the rule, SQL)."""
         if side == _PARTITION:
             return [(side, self.pipeline.output(rule.out).partition_by or "")]
-        return _expressions(rule, side, topic)
-
-
-def _expressions(rule: Rule, side: str, topic: str) -> list[tuple[str, str]]:
-    if side == "where":
-        return [(side, rule.side(topic).where or "")]
-    if side == failures.LOOKUP:
-        return [(side, " AND ".join(failures.lookup_keys(rule, topic)))]
-    if side == kind_of(rule).join and rule.group is not None:
-        return [(f"{side}, or the argument of an aggregate", "")]
-    if side == kind_of(rule).join:
-        return [(side, " AND ".join(join_keys(rule, topic)))]
-    if side in (COMPLETE, AGGREGATE):
-        return [(side, "" if rule.group is None or side == AGGREGATE else rule.group.complete)]
-    if side == "shape":
-        return [(side, rule.keep or "")]
-    if side == "explode":
-        return [(side, rule.explode or "")]
-    if side == "headers":
-        return [(side, "" if rule.headers is None else headers_sql(rule.headers))]
-    return list(leaves({"key": rule.key, "value": rule.value}[side], side))
+        return failures.part_expressions(rule, side, topic)

@@ -21,6 +21,7 @@ from zync_assets.etl import account
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.retries import ClassRange
 from zync_assets.etl.rules import kind_of
+from zync_assets.etl.rules.group import AGGREGATE, COMPLETE
 from zync_assets.etl.rules.kind import OutputColumns, union
 from zync_assets.etl.rules.results import if_kept, output_columns, rule_conditions
 from zync_assets.etl.rules.shapes import has_schema, headers_sql
@@ -33,7 +34,7 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Input, Pipeline, Rule
 from zync_assets.spark import frames
 from zync_assets.spark.failures import fails
-from zync_assets.spark.sql import shape_sql
+from zync_assets.spark.sql import leaves, shape_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
@@ -63,7 +64,7 @@ def failing_sides(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
     sides = sides_sql(rule, target)
     side_cases = " ".join(f"WHEN {fails(sql)} THEN '{side}'" for side, sql in sides.items())
     blamed = "CAST(NULL AS STRING)"
-    if _is_paired(rule):
+    if is_paired(rule):
         cases = [f"WHEN {fails(sql)} THEN {_single_side(rule, sql)}" for sql in sides.values()]
         blamed = f"CASE {' '.join(cases)} END"
     return [("failed", f"CASE {side_cases} END"), ("blamed", blamed), *pair_columns(rule)]
@@ -76,7 +77,7 @@ def pair_columns(rule: Rule) -> list[tuple[str, str]]:
     null if the pairs of a key have the order of outputs.
     """
     key, rank = "NULL", "NULL"
-    if _is_paired(rule):
+    if is_paired(rule):
         first_side = rule.sides[0]
         key = f"CASE WHEN `{first_side.name}` IS NOT NULL THEN xxhash64({', '.join(first_side.keys)}) END"
         rank = rank if rule.expiry is not None else f"{first_side.name}_rank"
@@ -88,7 +89,8 @@ def paired_columns(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
     return [*output_columns(rule, target), *pair_columns(rule)]
 
 
-def _is_paired(rule: Rule) -> bool:
+def is_paired(rule: Rule) -> bool:
+    """Whether the outputs of a rule are of pairs."""
     return len(rule.sides) > 1 and rule.group is None
 
 
@@ -143,6 +145,11 @@ def names_sql(rules: Sequence[Rule], topic: str) -> list[str]:
     return [f"struct(kafka, key, value) AS `{name}`" for name in names]
 
 
+def join_keys(rule: Rule, topic: str) -> list[str]:
+    """The expressions of a rule's join key that take a topic's records."""
+    return [f"({sql})" for sql in rule.side(topic).keys]
+
+
 def lookup_keys(rule: Rule, topic: str) -> list[str]:
     """The expressions of a rule's look-ups that take a topic's records."""
     name = rule.side(topic).name if topic in rule.topics else None
@@ -195,6 +202,30 @@ def failing_records(
 
 LOOKUP = "lookup"
 """The part of a rule that fails on a record whose row can't be looked up."""
+
+
+def part_expressions(rule: Rule, part: str, topic: str) -> list[tuple[str, str]]:
+    """The expressions of a rule's part that may fail, as (place in the rule, SQL). ``part``: where, the join key, look-up or an
+    output side; ``topic``: of the failing record."""
+    if part == "where":
+        return [(part, rule.side(topic).where or "")]
+    if part == LOOKUP:
+        return [(part, " AND ".join(lookup_keys(rule, topic)))]
+    if part == kind_of(rule).join and rule.group is not None:
+        return [(f"{part}, or the argument of an aggregate", "")]
+    if part == kind_of(rule).join:
+        return [(part, " AND ".join(join_keys(rule, topic)))]
+    if part in (COMPLETE, AGGREGATE):
+        return [(part, "" if rule.group is None or part == AGGREGATE else rule.group.complete)]
+    if part == "shape":
+        return [(part, rule.keep or "")]
+    if part == "explode":
+        return [(part, rule.explode or "")]
+    if part == "headers":
+        return [(part, "" if rule.headers is None else headers_sql(rule.headers))]
+    return list(leaves({"key": rule.key, "value": rule.value}[part], part))
+
+
 MOST_FAILURES = 10_000
 """Records of one batch that may fail: more are no bad records but a bad rule, or output."""
 
