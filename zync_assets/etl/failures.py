@@ -73,13 +73,14 @@ def failing_sides(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
 def pair_columns(rule: Rule) -> list[tuple[str, str]]:
     """The columns ``pair_key`` and ``pair_rank`` of a rule's outputs, as (name, SQL).
 
-    ``pair_key``: a hash of the join key of a pair; null for other outputs. ``pair_rank``: the pair's rank within the join key;
-    null if the pairs of a key have the order of outputs.
+    ``pair_key``: a hash of the join key of a pair, or of a record that expired; null for other outputs. ``pair_rank``: the pair's
+    rank within the join key; null if the results of a key have the order of outputs.
     """
     key, rank = "NULL", "NULL"
     if is_paired(rule):
         first_side = rule.sides[0]
-        key = f"CASE WHEN `{first_side.name}` IS NOT NULL THEN xxhash64({', '.join(first_side.keys)}) END"
+        # The results of records that expire have the hash of the join key.
+        key = "hash" if rule.expiry is not None else f"xxhash64({', '.join(first_side.keys)})"
         rank = rank if rule.expiry is not None else f"{first_side.name}_rank"
     return [("pair_key", f"CAST({key} AS BIGINT)"), ("pair_rank", f"CAST({rank} AS INT)")]
 
@@ -95,8 +96,9 @@ def is_paired(rule: Rule) -> bool:
 
 
 def first_pairs(rows: Sequence[Row], rules: Sequence[Rule]) -> Iterator[Row]:
-    """The failing outputs without those of the later pairs of a join key, unless one record fails alone. ``rows``: of ``rules``,
-    with rule (its index), ord, source, blamed, and ``pair_columns``."""
+    """The failing outputs that certainly fail: without those of a join key after its first failing pair. Without a record of that
+    pair, the later records pair anew, and other records may expire. ``rows``: of ``rules``, with rule (its index), ord, source,
+    and ``pair_columns``."""
 
     def turn(row: Row) -> tuple[int, ...]:
         return row["pair_rank"] or 0, *row["ord"]
@@ -104,13 +106,13 @@ def first_pairs(rows: Sequence[Row], rules: Sequence[Rule]) -> Iterator[Row]:
     names = [rule.part_of or rule.name for rule in rules]
     firsts: dict[tuple[str, int], tuple[int, ...]] = {}
     for row in rows:
+        # The output of a record that expired has that record alone. Without the record, the others pair as before.
         if row["pair_key"] is not None and len(row["source"]) > 1:
             key = names[row["rule"]], row["pair_key"]
             firsts[key] = min(turn(row), firsts.get(key, turn(row)))
     for row in rows:
         first = firsts.get((names[row["rule"]], row["pair_key"]))
-        # The output of a record that expired has that record alone.
-        if row["blamed"] is not None or len(row["source"]) < 2 or first in (None, turn(row)):
+        if first is None or turn(row) <= first:
             yield row
 
 

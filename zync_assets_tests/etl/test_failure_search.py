@@ -138,9 +138,14 @@ TOGETHER = (
     BOTH
     + """
 transforms:
-  - {name: join, type: denorm, left: $left, right: $right, out: $out, key: left.key,
-     join-on: left.value.id = right.value.id,
-     value: {id: left.value.id, n: "100 DIV (CAST(left.value.v AS INT) - CAST(right.value.v AS INT))"}}
+  - name: join
+    type: denorm
+    left: $left
+    right: $right
+    out: $out
+    key: left.key
+    join-on: left.value.id = right.value.id
+    value: {id: left.value.id, n: "100 DIV (CAST(left.value.v AS INT) - CAST(right.value.v AS INT))"}
 """
 )
 
@@ -205,6 +210,74 @@ def test_the_first_failing_pair_of_a_join_key_is_the_first_of_the_source(
     list(etl_all(it.pipeline, lambda: it.spark))
     assert it.values() == [{"id": 4, "n": -100}, {"id": 4, "n": -100}]
     assert failing(it).keys() == {(it.right, 0)}
+    sound(it)
+
+
+UNLESS_ANY = (
+    BOTH
+    + """
+transforms:
+  - name: join
+    type: denorm
+    left: $left
+    right: $right
+    join-on: left.value.id = right.value.id
+    out: $out
+    key: left.key
+    value: {n: "IF(left.value.v = 'any', 0, CAST(right.value.v AS INT))", m: "100 DIV (length(right.value.v) - 3)"}
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_record_that_fails_alone_goes_when_its_turn_comes(make: Make, batches: int) -> None:
+    """The second right record fails with each left record but the first, and gets the first."""
+    it = make(UNLESS_ANY)
+    it.send(it.left, row(4, "any"), row(4, "2"))
+    it.send(it.right, row(4, "bad"))
+    if batches == 2:
+        it.step()
+    it.send(it.right, row(4, "x"))
+    it.step()
+    assert it.values() == [{"n": 0, "m": -50}]
+    assert failing(it).keys() == {(it.right, 0)}
+    assert it.classes(it.left) == {"done": 1, "pending": 1}
+    sound(it)
+
+
+EXPIRING = (
+    BOTH
+    + """
+transforms:
+  - name: join
+    type: denorm
+    left: $left
+    right: $right
+    join-on: left.value.id = right.value.id
+    expire-after: 60s
+    on-expire: emit
+    out: $out
+    key: left.key
+    value: {n: "CAST(left.value.v AS INT) DIV coalesce(CAST(right.value.v AS INT), 0)"}
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_record_whose_expiry_would_fail_gets_the_counterpart_of_a_failing_record(make: Make, batches: int) -> None:
+    """The first left record fails. The second one can't expire, and need not: it pairs with the right record."""
+    it = make(EXPIRING)
+    it.send(it.left, row(4, "x"), row(4, "6"), times=[1000, 2000])
+    it.send(it.right, row(4, "2"), times=[3000])
+    if batches == 2:
+        it.step()
+    it.send(it.left, row(5, "1"), times=[90_000])
+    it.step()
+    assert it.values() == [{"n": 3}]
+    assert failing(it).keys() == {(it.left, 0)}
+    assert it.classes(it.left) == {"done": 1, "quarantined": 1, "pending": 1}
     sound(it)
 
 
