@@ -26,7 +26,7 @@ from zync_assets.etl import account
 from zync_assets.etl.batch import JoinsChanged, Transform, result_rows, transform_of
 from zync_assets.etl.due import due_records, start_times
 from zync_assets.etl.encodability import EncodingFailures
-from zync_assets.etl.failure_search import find_failures
+from zync_assets.etl.failure_search import MOST_TURNS, find_failures
 from zync_assets.etl.failures import Failure, Failures, Place, quarantined, undecoded_rows
 from zync_assets.etl.hold import NO_HOLD
 from zync_assets.etl.ledger import compact_ledger, time_of
@@ -41,6 +41,7 @@ from zync_assets.etl.result_checks import (
     RowsWait,
     check_classes,
     check_rows,
+    first_unsent,
     output_ends,
     overdue_failures,
     refuse_many,
@@ -239,11 +240,11 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
     try:
         if failures.found:
             _admit(pipeline, batch.plan, failures, place)
-        rounds, all_failures = 0, dict[Place, Failure]()
+        rounds, turns, all_failures = 0, 0, dict[Place, Failure]()
         while rounds < ROUNDS:
             rounds += 1
             try:
-                return _attempt(transform, pending, failures, outputs)
+                return _attempt(transform, pending, failures, outputs, turns)
             except JoinsChanged as changed:
                 batch = looking_again(pipeline, batch, changed.rules)
                 transform, pending = transform_of(pipeline, batch), PendingRecords(batch)
@@ -252,7 +253,7 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
                 pending.hold = error.hold
                 continue
             except (EncodingFailures, RowFailures) as error:
-                new_failures = error.failures
+                new_failures, turns = error.failures, turns + isinstance(error, EncodingFailures)
             refuse_failures(batch.plan, new_failures)
             rounds = 0 if new_failures.keys() - all_failures.keys() else rounds
             all_failures |= new_failures
@@ -270,8 +271,11 @@ def _staged(pipeline: Pipeline, batch: EtlBatch, outputs: Positions) -> Staged:
         raise
 
 
-def _attempt(transform: Transform, pending: PendingRecords, failures: Failures, outputs: Positions) -> Staged:
-    """Run the result rows and check what came of them. ``failures``: the records with a known failure.
+def _attempt(
+    transform: Transform, pending: PendingRecords, failures: Failures, outputs: Positions, turns: int
+) -> Staged:
+    """Run the result rows and check what came of them. ``failures``: the records with a known failure. ``turns``: how many
+    attempts before found outputs that can't be encoded.
 
     Raises JoinsChanged, EncodingFailures for outputs that can't be encoded, and Spark's error for a record that a rule fails on.
     """
@@ -302,7 +306,9 @@ def _attempt(transform: Transform, pending: PendingRecords, failures: Failures, 
         is_staged = True
         return staged
     except EncodingFailures as error:
-        raise EncodingFailures(with_groups(transform, pending, failures, views, error.failures)) from None
+        about = transform, pending, failures, views
+        unsent = first_unsent(*about, error.failures) if turns < MOST_TURNS else error.failures
+        raise EncodingFailures(with_groups(*about, unsent)) from None
     except AnalysisException:
         raise
     except spark_errors() as error:

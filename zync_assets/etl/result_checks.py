@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.codecs.spark_types import spark_type
+from zync_assets.codecs.spark_types import rows_frame, spark_type
 from zync_assets.errors import EtlError
 from zync_assets.etl import failures, ledger, lookups, retries, source_rows
 from zync_assets.etl.account import CHANGE
@@ -42,6 +42,7 @@ from zync_assets.spark.tasks import search_settings
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+_PLACES = pa.schema([("of_place", pa.int32()), ("of_partition", pa.int32()), ("of_offset", pa.int64())])
 _UNSENT = "unsent"
 _TEXT = "an output of its group can't be encoded"
 Positions = Mapping[tuple[str, int], OutputPosition]
@@ -108,6 +109,43 @@ def refuse_many(plan: EtlPlan, failure_by_place: Mapping[failures.Place, Failure
             f" first at topic {first.topic}, partition {first.partition}, offset {first.offset}. Nothing was committed."
             " Correct the rule, or the output."
         )
+
+
+def first_unsent(
+    transform: Transform,
+    pending: PendingRecords,
+    known_failures: Failures,
+    views: ViewBatch | None,
+    unsent: Mapping[failures.Place, Failure],
+) -> dict[failures.Place, Failure]:
+    """The failures of an attempt without those of a join key after its first pair that can't be encoded
+    (``failures.first_pairs``). The parameters are those of ``with_groups``."""
+    takers = {rule.name: rule.part_of or rule.name for rule in transform.rules if failures.is_paired(rule)}
+    counts = Counter(takers[failure.rule] for failure in unsent.values() if failure.rule in takers)
+    names = {name for name, count in counts.items() if count > 1}
+    if not names or transform.plan.recomputed is not None:
+        return dict(unsent)
+    from pyspark.sql import functions as F
+
+    event_views = None if views is None else replace(views, rows=())
+    numbers = {topic: number for number, topic in enumerate(transform.labels.topics)}
+    places = rows_frame(transform.spark, _PLACES, [(numbers[place[0]], *place[1:]) for place in unsent])
+    rows = result_rows(
+        transform, pending, known_failures, lambda rule, _: failures.pair_columns(rule), event_views, names
+    ).frame
+    rows = rows.where("kind = 'out'").selectExpr(
+        "rule", "element_at(source, last + 1) AS at", "source", "ord", "pair_key", "pair_rank"
+    )
+    is_unsent = "at.place = of_place AND at.partition = of_partition AND at.offset = of_offset"
+    rows = rows.join(F.broadcast(places), F.expr(is_unsent), "left_semi").collect()
+    all_places, first_places = (
+        {
+            (str(transform.labels.topics[row["at"]["place"]]), row["at"]["partition"], row["at"]["offset"])
+            for row in some
+        }
+        for some in (rows, failures.first_pairs(rows, transform.rules))
+    )
+    return {place: failure for place, failure in unsent.items() if place in first_places or place not in all_places}
 
 
 def with_groups(

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from zync_assets.checks.output_checks import run_all
 from zync_assets.cli.main import main
 from zync_assets.errors import BadRecords, EtlError, SchemaError
-from zync_assets.etl import failure_search, failures
+from zync_assets.etl import commit, failure_search, failures
 from zync_assets.kafka.topics import record_limits
 from zync_assets.lake import staging
 from zync_assets.lake.quarantine_table import EVERYTHING, quarantined_records
@@ -243,6 +243,37 @@ def test_a_record_that_fails_alone_goes_when_its_turn_comes(make: Make, batches:
     assert it.values() == [{"n": 0, "m": -50}]
     assert failing(it).keys() == {(it.right, 0)}
     assert it.classes(it.left) == {"done": 1, "pending": 1}
+    sound(it)
+
+
+DIFFERENCE = "CAST(left.value.v AS INT) - CAST(right.value.v AS INT)"
+NOT_A_NUMBER = TOGETHER.replace(
+    f"100 DIV ({DIFFERENCE})", f"IF(left.value.v = right.value.v, double('NaN'), 100 DIV ({DIFFERENCE}))"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batches", [1, 2])
+def test_the_pairs_after_one_without_a_form_do_not_depend_on_where_batches_are_cut(make: Make, batches: int) -> None:
+    """As above, where an output can't be encoded."""
+    it = make(NOT_A_NUMBER)
+    send_pairs(it, batches)
+    assert it.values() == [{"id": 4, "n": -100}, {"id": 4, "n": -100}]
+    assert failing(it).keys() == {(it.right, 0)}
+    sound(it)
+
+
+@pytest.mark.slow
+def test_a_join_key_with_many_outputs_without_a_form_stops_no_batch(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "MOST_TURNS", 1)
+    it = make(NOT_A_NUMBER)
+    it.send(it.left, *(row(4, "2") for _ in range(5)))
+    it.send(it.right, *(row(4, "2") for _ in range(4)), row(4, "1"))
+    it.step()
+    assert it.values() == [{"id": 4, "n": 100}]
+    assert len(failing(it)) == 4
     sound(it)
 
 
