@@ -299,8 +299,12 @@ def _attempt(
         results.facts += views.facts if views is not None else ()
         if any(fact.kind in (MISSING, SEVERAL) for fact in results.facts):
             raise RowFailures(without_rows(transform, rows.frame))
+        about = transform, results.times, results.held_records, pending.hold, failures
+        if results.encoding_failures:
+            # An output of records that end with their source row is none.
+            check_rows(*about, settled=False)
         check_classes(transform, results)
-        check_rows(transform, results.times, results.held_records, pending.hold, failures, settled=results.settled)
+        check_rows(*about, settled=results.settled)
         ends = output_ends(plan, results, outputs)
         staged = Staged(transform, uri, folder, failures, pending, rows.joins, results, ends, numbering.kept, views)
         is_staged = True
@@ -313,10 +317,14 @@ def _attempt(
         raise
     except spark_errors() as error:
         # Before the state of tables is removed, which the rules read.
+        hold = pending.hold
         row_failures = find_failures(transform, pending, failures, views, numbering.partitions)
-        if not row_failures:
-            raise error
-        raise RowFailures(row_failures) from error
+        if row_failures:
+            raise RowFailures(row_failures) from error
+        if pending.hold != hold:
+            # A record of the pair that failed ends with its source row.
+            raise RowsWait(pending.hold) from error
+        raise error
     finally:
         if not is_staged:
             if results is not None:

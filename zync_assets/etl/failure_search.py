@@ -4,7 +4,8 @@ A search runs one Spark job for the conditions and join keys of each input. It t
 finds no failure: after one record of a pair is removed, the other record may make another pair. A few more jobs fetch Spark's
 error texts. If an output of several records fails, the search removes the record that makes the expression fail alone. If there
 is no such record, the search removes the record that completed the output. Of the failing pairs of a join key, a job counts the
-first one: the later records pair anew. The choice of records then does not depend on the cut of the batches.
+first one: the later records pair anew. The pairs of a held output count once the search knows which records end with their
+source row (``result_checks.decided_hold``). The choice of records then does not depend on the cut of the batches.
 
 A record that overflows Java's stack fails the search too. ``OverflowSearch`` finds the record, and the search goes on without it.
 """
@@ -23,6 +24,7 @@ from zync_assets.etl.batch import Transform, result_rows
 from zync_assets.etl.failures import Failure, Failures, Place
 from zync_assets.etl.partitions import Partitions, failing_partitions, partition_numbers
 from zync_assets.etl.pending import PendingRecords
+from zync_assets.etl.result_checks import decided_hold
 from zync_assets.etl.rules import kind_of
 from zync_assets.etl.rules.kind import Columns, OutputColumns
 from zync_assets.etl.rules.results import output_columns, rule_conditions
@@ -170,7 +172,7 @@ _PARTITION = "partition-by"
 MOST_JOBS = 40
 """Jobs of one search that look for failing outputs."""
 MOST_TURNS = 20
-"""Jobs of one search that count the first failing pair of a join key alone. Later jobs count all failing pairs."""
+"""Jobs of one search that count the first failing pair of a join key alone. Later jobs count all failing outputs."""
 TEXTS = 8
 """The most failures of one search that quote Spark's error text, because each text takes a Spark job. The first failure of
 every expression quotes Spark."""
@@ -184,6 +186,7 @@ def find_failures(
     partitions: Mapping[str, Partitions] | None = None,
 ) -> dict[Place, Failure]:
     """Place → failure of each failing record that is not in ``known_failures``; empty if the batch fails for another reason.
+    ``pending.hold`` is then the decision without the failing records, if pairs of a held output fail: some may have ended.
 
     ``views``: as for ``result_rows``. ``partitions``: of the output topics, as far as they are known.
 
@@ -222,6 +225,10 @@ class _Search:
         """The rules that have outputs since the last look at partitions; None: all."""
         self.counts_all = False
         """Whether all failing pairs of a join key count."""
+        self.undecided: frozenset[str] = frozenset()
+        """The rules of held outputs with failing pairs, while the decision on source rows is not known."""
+        self.decides = False
+        """Whether each job follows the decision without the records found so far."""
         self.overflow = OverflowSearch(transform, self._rows)
 
     def run(self) -> dict[Place, Failure]:
@@ -255,17 +262,22 @@ class _Search:
     def _outputs(self) -> bool:
         """Look for failing outputs. Returns whether there are any."""
         known_places = {*self.found}
+        self.undecided = frozenset()
+        if self.decides:
+            self.pending.hold = decided_hold(self.transform, self.pending, self._failures(), self.views)
         if self.only is None or self.only:
             self._run_without(self.overflow.outputs(), self._failing_outputs)
-        if len(self.found) == len(known_places):
+        if len(self.found) == len(known_places) and not self.undecided:
             # Keys and values are sound.
             self._failing_partitions()
             self.unshared = frozenset()
         self._check()
         new_rules = [rule for place, (rule, _) in self.found.items() if place not in known_places]
         self.only = frozenset(rule.part_of or rule.name for rule in new_rules if not kind_of(rule).single)
+        self.only |= self.undecided
         self.unshared = None if self.unshared is None else self.unshared | self.only
-        return bool(new_rules)
+        self.decides = self.decides or bool(self.undecided)
+        return bool(new_rules or self.undecided)
 
     def _failing_partitions(self) -> None:
         if self.unshared == frozenset() or not any(item.by for item in self.partitions.values()):
@@ -281,7 +293,11 @@ class _Search:
 
     def _counted(self, rows: Sequence[Row]) -> Iterable[Row]:
         """The failing outputs that count in this job."""
-        return rows if self.counts_all or len(rows) > failures.MOST_FAILURES else failures.first_pairs(rows, self.rules)
+        if self.counts_all or len(rows) > failures.MOST_FAILURES:
+            return rows
+        joining = frozenset() if self.decides else self.transform.held.joining
+        self.undecided |= {self.rules[row["rule"]].name for row in rows if row["rule"] in joining}
+        return failures.first_pairs([row for row in rows if row["rule"] not in joining], self.rules)
 
     def _failing_outputs(self) -> None:
         rows = self._rows(failures.failing_sides)

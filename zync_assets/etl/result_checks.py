@@ -16,13 +16,13 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import rows_frame, spark_type
 from zync_assets.errors import EtlError
-from zync_assets.etl import failures, ledger, lookups, retries, source_rows
+from zync_assets.etl import failures, ledger, lookups, positions, retries, source_rows
 from zync_assets.etl.account import CHANGE
 from zync_assets.etl.batch import Transform, records_at, result_rows
 from zync_assets.etl.encodability import EncodingFailures, odd_sql, side_format
 from zync_assets.etl.failures import Failure, Failures
-from zync_assets.etl.hold import HeldRecord, Hold, Place, decide, possible_outputs
-from zync_assets.etl.output_files import Results
+from zync_assets.etl.hold import NO_HOLD, HeldRecord, Hold, Place, decide, possible_outputs
+from zync_assets.etl.output_files import BucketWriter, ResultQuery, Results
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.rules.group import ENDING
@@ -36,6 +36,7 @@ from zync_assets.lake.head import OutputPosition
 from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.offsets import place_text
 from zync_assets.pipeline import Output, Rule
+from zync_assets.spark.failures import fails
 from zync_assets.spark.sql import text_sql
 from zync_assets.spark.tasks import search_settings
 
@@ -345,6 +346,59 @@ def check_rows(
     decision = replace(decision, waiting=decision.waiting | waiting)
     if not hold.covers(decision):
         raise RowsWait(hold.extended(decision, rules))
+
+
+_ROW_COLUMNS = (
+    *("kind", "rule", "source", "last", "waited", "hash", "false AS suspect", "row", "other_row", "changes"),
+    "coalesce(deletes, false) AS deletes",
+    "coalesce(CASE kind WHEN 'out' THEN ends ELSE deletes END, false) AS ends",
+    *("ords", "joined", "exact"),
+)
+"""The columns of result rows that tell about source rows (``HeldRules.report``)."""
+_DECISIONS = 20
+"""Runs of a batch that look for a decision: mostly two."""
+
+
+def decided_hold(
+    transform: Transform, pending: PendingRecords, known_failures: Failures, views: ViewBatch | None
+) -> Hold:
+    """The decision on the source rows of a batch, without a look at the outputs of pairs. An output that fails is no tombstone.
+
+    ``known_failures``, ``views``: as for ``result_rows``. With the settings of a search. ``pending.hold`` becomes the decision.
+    """
+    pending.hold = NO_HOLD
+    for _ in range(_DECISIONS):
+        frame = result_rows(transform, pending, known_failures, _row_ends, views).frame
+        results = _row_results(transform, frame, pending.hold)
+        try:
+            check_rows(transform, results.times, results.held_records, pending.hold, known_failures, settled=False)
+            break
+        except RowsWait as error:
+            pending.hold = error.hold
+        finally:
+            results.release()
+    return pending.hold
+
+
+def _row_results(transform: Transform, frame: DataFrame, hold: Hold) -> Results:
+    """The results of rows about their source rows alone. ``hold``: the decision that the rows follow."""
+    frame = frame if "ends" in frame.columns else frame.selectExpr("*", "false AS ends")
+    ties, together = [] if hold is NO_HOLD else ["follows"], transform.small
+    parts, bounds = transform.ordering.parts, transform.bounds
+    rows = positions.arranged(frame, parts, bounds, _ROW_COLUMNS, [], together=together, ties=ties)
+    writer = BucketWriter("", [], transform.labels, held=transform.held)
+    return Results(transform.spark, [ResultQuery(rows, writer)], small=together, records=lambda: rows)
+
+
+def _row_ends(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
+    """The column ``ends`` of a rule without a counterpart: whether its output is a tombstone. And KEPT."""
+    if not rule.held or rule.sides[0].keys:
+        # Nothing of these outputs is computed: one may fail.
+        return [("failed", "CAST(NULL AS STRING)"), ("blamed", "CAST(NULL AS STRING)")]
+    columns = dict(output_columns(rule, target))
+    value = "NULL" if target.value is None else columns[target.value[0]]
+    kept = [(KEPT, f"NOT {fails(columns[KEPT])} AND {columns[KEPT]}")] if KEPT in columns else []
+    return [("ends", f"NOT {fails(value)} AND ({value}) IS NULL"), *kept]
 
 
 def _with_sequences(transform: Transform, records: Sequence[HeldRecord]) -> list[HeldRecord]:

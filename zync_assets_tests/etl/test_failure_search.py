@@ -342,6 +342,34 @@ def test_the_pairs_after_one_without_a_partition_do_not_depend_on_where_batches_
     sound(it)
 
 
+DELETE = """
+  - {name: delete, type: stateless, in: $left, where: value.op = 'd', out: $out, key: in.key, value: null}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("text", [TOGETHER, NOT_A_NUMBER, WITHOUT_PARTITION], ids=["expression", "form", "partition"])
+def test_a_creation_whose_row_ended_fails_with_no_record(make: Make, batches: int, old: bool, text: str) -> None:
+    """The counterpart pairs with the creation of another row. ``old``: the dead creation waits from an earlier batch on."""
+    it = make(text.replace("join-on:", "where: value.op = 'c'\n    join-on:") + DELETE)
+    it.send(it.left, ("A", row(4, "2")), times=[1000])
+    if old:
+        it.step()
+    it.send(it.left, ("A", row(4, op="d")), times=[2000])
+    if batches == 2:
+        it.step()
+    it.send(it.right, row(4, "2"), times=[3000])
+    it.step()
+    it.send(it.left, ("B", row(4, "3")), times=[4000])
+    it.step()
+    assert [row["key"] for row in it.staged()] == ["B"]
+    assert failing(it) == {}
+    assert it.classes(it.left) == {"done": 3}
+    sound(it)
+
+
 @pytest.mark.slow
 def test_a_join_key_with_many_failing_pairs_stops_no_batch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_search, "MOST_TURNS", 2)
