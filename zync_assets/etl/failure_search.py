@@ -24,7 +24,7 @@ from zync_assets.etl.batch import Transform, result_rows
 from zync_assets.etl.failures import Failure, Failures, Place
 from zync_assets.etl.partitions import Partitions, failing_partitions, partition_numbers
 from zync_assets.etl.pending import PendingRecords
-from zync_assets.etl.result_checks import decided_hold
+from zync_assets.etl.result_checks import UNSENT_TEXT, decided_hold, odd_conditions
 from zync_assets.etl.rules import kind_of
 from zync_assets.etl.rules.kind import Columns, OutputColumns
 from zync_assets.etl.rules.results import output_columns, rule_conditions
@@ -169,6 +169,8 @@ def _overflows(frame: DataFrame, *columns: str) -> bool:
 
 _PARTITION = "partition-by"
 """The part that fails where an output's partition can't be computed."""
+_OUTPUT = "output"
+"""The part that fails where an output can't be encoded."""
 MOST_JOBS = 40
 """Jobs of one search that look for failing outputs."""
 MOST_TURNS = 20
@@ -299,8 +301,15 @@ class _Search:
         self.undecided |= {self.rules[row["rule"]].name for row in rows if row["rule"] in joining}
         return failures.first_pairs([row for row in rows if row["rule"] not in joining], self.rules)
 
+    def _failing_sides(self, rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
+        """``failures.failing_sides``. An output of a pair that has no form fails too, before the later pairs of its join key."""
+        (name, sql), *others = failures.failing_sides(rule, target)
+        odd = odd_conditions(self.pipeline.output(rule.out), rule, target) if failures.is_paired(rule) else []
+        sql = f"coalesce({sql}, CASE WHEN {' OR '.join(odd)} THEN '{_OUTPUT}' END)" if odd else sql
+        return [(name, sql), *others]
+
     def _failing_outputs(self) -> None:
-        rows = self._rows(failures.failing_sides)
+        rows = self._rows(self._failing_sides)
         if "failed" not in rows.columns:
             return
         names = ("rule", "failed", "last", "blamed", "source", "ord", "pair_key", "pair_rank")
@@ -369,8 +378,8 @@ class _Search:
             expressions = self._expressions(rule, side, place[0])
             where, sql = expressions[0] if len(expressions) == 1 else (side, "")
             words = "an expression fails on this record."
-            if place in self.overflowing:
-                words = TEXT
+            if place in self.overflowing or side == _OUTPUT:
+                words = UNSENT_TEXT if side == _OUTPUT else TEXT
             elif place in text_places:
                 where, sql = self._expression(place, rule, side)
                 words = self._words(place, rule, side)
@@ -432,6 +441,8 @@ class _Search:
 
     def _expressions(self, rule: Rule, side: str, topic: str) -> list[tuple[str, str]]:
         """The expressions of a rule that may fail for a side, as (place in the rule, SQL)."""
+        if side == _OUTPUT:
+            return [(f"output to {rule.out}", "")]
         if side == _PARTITION:
             return [(side, self.pipeline.output(rule.out).partition_by or "")]
         return failures.part_expressions(rule, side, topic)

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _PLACES = pa.schema([("of_place", pa.int32()), ("of_partition", pa.int32()), ("of_offset", pa.int64())])
 _UNSENT = "unsent"
 _TEXT = "an output of its group can't be encoded"
+UNSENT_TEXT = "a value has no form in the output's format, or a text is not UTF-8."
+"""The reason that quarantine gives where a search finds that an output of a pair can't be encoded."""
 Positions = Mapping[tuple[str, int], OutputPosition]
 """(output topic, partition) → position."""
 
@@ -204,14 +206,14 @@ class _Search:
         topics = list(self.transform.labels.topics)
         ending_places = (f"({topics.index(topic)}, {partition}, {offset}L)" for topic, partition, offset in places)
         ending = f"({ENDING}.place, {ENDING}.partition, {ENDING}.offset) IN ({', '.join(ending_places)})"
-        odd = _odd_conditions(self.transform.pipeline.output(rule.out), rule, target)
+        odd = odd_conditions(self.transform.pipeline.output(rule.out), rule, target)
         failed = dict(failures.failing_sides(rule, target))["failed"]
         # An output with an expression that fails is not made, and has no form to look at.
         unsent = f"CASE WHEN {' OR '.join([ending, *odd])} THEN '{_UNSENT}' END"
         return [("failed", f"coalesce({failed}, {unsent})"), ("blamed", none)]
 
 
-def _odd_conditions(item: Output, rule: Rule, target: OutputColumns) -> list[str]:
+def odd_conditions(item: Output, rule: Rule, target: OutputColumns) -> list[str]:
     """Conditions for outputs of a rule with a value that the output's format can't hold."""
     kinds = {side[0]: side[2] for side in (target.key, target.value) if side is not None}
     kinds[staging.HEADERS_COLUMN] = spark_type(HEADERS_TYPE)

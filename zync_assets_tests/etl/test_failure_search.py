@@ -264,6 +264,26 @@ def test_the_pairs_after_one_without_a_form_do_not_depend_on_where_batches_are_c
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("batches", [1, 2])
+def test_an_expression_fails_after_an_output_without_a_form(make: Make, batches: int) -> None:
+    """The second right record fails with the second left record. It gets the first, whose output had no form."""
+    one = f"IF(left.value.v = '2', double(1), double({DIFFERENCE}))"
+    it = make(NOT_A_NUMBER.replace(f"100 DIV ({DIFFERENCE})", one))
+    it.send(it.left, row(4, "2"), row(4, "3"))
+    it.send(it.right, row(4, "2"))
+    if batches == 2:
+        it.step()
+    it.send(it.right, row(4, "x"))
+    it.step()
+    assert it.values() == [{"id": 4, "n": 1}]
+    [(place, (rule, text))] = failing(it).items()
+    assert (place, rule) == ((it.right, 0), "join")
+    assert text.startswith(f"output to {it.out}: ")
+    assert "no form" in text
+    sound(it)
+
+
+@pytest.mark.slow
 def test_a_join_key_with_many_outputs_without_a_form_stops_no_batch(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
