@@ -50,7 +50,14 @@ from zync_assets.publish.encoding import (
     first_difference,
     staged_topic,
 )
-from zync_assets.publish.plan import OutputBatch, PublishPlan, foreign_record, missing_topic, settling_highs
+from zync_assets.publish.plan import (
+    OutputBatch,
+    PublishPlan,
+    difference,
+    foreign_record,
+    missing_topic,
+    settling_highs,
+)
 from zync_assets.spark.tasks import run_tasks, slots
 
 T = TypeVar("T")
@@ -167,7 +174,7 @@ def publish(
     for part in plan.parts:
         low, high = lows.get(part.partition, 0), highs[part.partition]
         if low > part.announced_end:
-            raise foreign_record(batch.topic, part.partition, part.announced_end, plan.recreate)
+            raise difference(plan, part.partition, part.announced_end, was_cut=True)
         compared_parts.append(OffsetRange(part.partition, max(part.verified_end, min(low, high)), high))
     compared_parts = [part for part in compared_parts if not part.empty]
     announced_ends = {part.partition: part.announced_end for part in plan.parts}
@@ -177,7 +184,8 @@ def publish(
         pairs = run_tasks(batch.spark, len(compared_parts), partial(_verify, target, compared_parts, announced_ends))
         for part, (offset, count) in zip(compared_parts, pairs, strict=True):
             if offset is not None:
-                raise foreign_record(batch.topic, part.partition, offset, plan.recreate)
+                cut = is_compacted(target.kafka, batch.topic)
+                raise difference(plan, part.partition, offset, was_cut=cut)
             comparisons += count
     # The first commit of a topic has every partition, so that a reader of the lake knows them all.
     new = len(plan.parts) > 1 and any(part.publish_state.verified_end is None for part in plan.parts)

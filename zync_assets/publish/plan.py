@@ -23,7 +23,7 @@ from zync_assets.errors import (
     ZyncError,
 )
 from zync_assets.kafka.topics import TopicState, high_watermarks, known_watermarks, survey, topic_states
-from zync_assets.lake import staging
+from zync_assets.lake import staging, storage
 from zync_assets.lake.check_results import count_text
 from zync_assets.lake.head import OutputPosition
 from zync_assets.lake.publication import PublishState, rollback_error
@@ -354,4 +354,16 @@ def foreign_record(topic: str, partition: int, offset: int, recreate: str) -> Fo
     return ForeignRecord(
         f"topic {topic}, partition {partition}: the record at offset {offset} is not staging's; another program writes to this"
         f" topic. Nothing more is published. Stop that program, then: {recreate}"
+    )
+
+
+def difference(plan: PublishPlan, partition: int, offset: int, *, was_cut: bool) -> ForeignRecord:
+    """The error for a record that is not staging's. ``was_cut``: retention or compaction may have removed staging's record."""
+    if not was_cut or any(part.publish_state.verified_end is not None for part in plan.parts):
+        return foreign_record(plan.output.topic, partition, offset, plan.recreate)
+    place = storage.publish_uri(plan.snapshot.pipeline.lake, plan.output.pool)
+    return ForeignRecord(
+        f"topic {plan.output.topic}, partition {partition}: the record at offset {offset} is gone or not staging's, and the lake"
+        f" does not know what was published to the topic. If {place} was removed, put it back. If another program writes to this"
+        f" topic, stop that program. Nothing more is published. To publish all of staging to a new topic: {plan.recreate}"
     )

@@ -44,6 +44,7 @@ from zync_assets.publish.encoding import encoded_rows, staged_topic
 from zync_assets.publish.plan import plan_publish
 from zync_assets_tests.checks.damage import change_account, edit
 from zync_assets_tests.kafka.conftest import await_end
+from zync_assets_tests.kafka.test_topics import delete_records
 from zync_assets_tests.mini import BOTH, Mini, mini, openings, read_topic, row
 from zync_assets_tests.odd_topics import open_transaction
 
@@ -411,6 +412,25 @@ def test_where_the_record_of_what_is_published_is_damaged_the_topic_tells_it_aga
     write(it, b"{}")
     with pytest.raises(ForeignRecord, match="the record at offset 7 is not"):
         it.publish()
+
+
+def test_a_topic_that_was_cut_is_published_again_where_the_lake_does_not_know_what_is_published(make: Make) -> None:
+    it = make(3)
+    it.publish()
+    uri, away = publish_uri(it.lake, "Staging"), f"{it.lake}-away"
+    shutil.move(uri, away)
+    tables.forget(uri)
+    delete_records(dict(it.pipeline.kafka), it.out, 2)
+    stage(it, range(3, 4))
+    with pytest.raises(ForeignRecord, match=rf"offset 0 is gone .* {uri} was removed, put it back") as caught:
+        it.publish()
+    shutil.move(away, uri)
+    assert it.publish().records == 1
+    shutil.rmtree(uri)
+    tables.forget(uri)
+    command = shlex.split(str(caught.value).rpartition("zync ")[2])
+    assert CliRunner().invoke(main, command).exit_code == 0
+    assert ids(it) == [(number, number) for number in range(4)]
 
 
 def test_where_the_results_of_checks_are_damaged_the_checks_find_them_again(make: Make) -> None:
