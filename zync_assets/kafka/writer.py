@@ -325,11 +325,12 @@ class InOrder:
         return True
 
     def refusal(self, error: ClientError) -> KafkaError:
-        """An error of the producer as one of this package's."""
+        """An error of the producer as one of this package's. If the broker refused a record, the refusal is the cause."""
+        error = self._error if self._error is not None and _is_of_broker(self._error) else error
         if error.code() == ClientError.MSG_SIZE_TOO_LARGE:
             return RecordTooLarge(
                 f"{self._topic}/{self._partition} did not take a record after offset {self.confirmed - 1}: "
-                f"{error.str()}; raise max.message.bytes of {self._topic}"
+                f"{error.str()}; raise max.message.bytes of {self._topic}, then run it again"
             )
         return self._producer.connection.error(
             error, f"{self.doing} from offset {self.confirmed} on", self._topic, "Write"

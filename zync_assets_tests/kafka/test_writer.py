@@ -17,6 +17,7 @@ from zync_assets.kafka.topics import RecordLimits, create_topic, high_watermark
 from zync_assets.kafka.writer import InOrder
 from zync_assets.kafka.zero_copy import HEADERS
 from zync_assets_tests.kafka.conftest import Fill
+from zync_assets_tests.odd_topics import configure
 
 REBUILD = "zync to-kafka shop.yaml --recreate New"
 
@@ -182,6 +183,22 @@ def test_the_largest_record_that_passes_is_the_largest_that_the_broker_takes(
     with pytest.raises(KafkaError, match=r"(?i)too large|larger"):
         write_in_order(kafka, unique, 0, 2, [one(fitting + 1)])
     assert high_watermark(kafka, unique, 0) == 2
+
+
+def test_a_topic_that_takes_less_in_the_middle_of_a_write_names_its_limit(kafka: dict[str, str], unique: str) -> None:
+    create_topic(kafka, unique, 1, 1, {})
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for number in range(40):
+            if number == 20:
+                configure(kafka, unique, max_message_bytes="1000")
+            yield batch([b"%d" % number + bytes(1500)] * 50)
+
+    with pytest.raises(RecordTooLarge, match=rf"raise max\.message\.bytes of {unique}, then run it again"):
+        write_in_order(kafka, unique, 0, 0, batches())
+    end = high_watermark(kafka, unique, 0)
+    configure(kafka, unique, max_message_bytes="2000")
+    assert write_in_order(kafka, unique, 0, end, [batch([bytes(1500)] * 10)]) == end + 10
 
 
 def test_many_records_just_below_the_limit(kafka: dict[str, str], unique: str) -> None:
