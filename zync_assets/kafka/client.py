@@ -110,6 +110,7 @@ RECONNECT: Mapping[str, str] = {
 
 _LOGIN = " --command-config admin.properties"
 """The option of ``kafka-acls.sh`` for a listener with logins: a file with the login of an administrator."""
+_ANSWER_BYTES = "receive.message.max.bytes"
 UNREACHABLE = frozenset(
     {
         ClientError._TRANSPORT,
@@ -245,6 +246,8 @@ class Connection:
         is_concrete = self.trouble is not None and self.trouble.code() != ClientError._ALL_BROKERS_DOWN
         trouble = self.trouble.str() if self.trouble is not None and is_concrete else ""
         cure = listener_cure(trouble) or "check bootstrap.servers and that the broker is up"
+        if _ANSWER_BYTES in trouble:
+            cure = f"a record is larger than {_ANSWER_BYTES} of kafka allows: set it higher in the pipeline file"
         return BrokerUnavailable(
             f"no Kafka broker answered at {self.servers} while {doing}{trouble and f' ({trouble})'}; {cure}"
         )

@@ -64,8 +64,11 @@ _PROMISES: Mapping[str, Any] = {
     "topic.metadata.propagation.max.ms": int(PROPAGATION * 1000),
 }
 
-_GROUP: Mapping[str, str] = {"group.id": "zync"}
-"""librdkafka demands a group's name. The reader assigns partitions itself and commits nothing, so that no group exists."""
+_DEFAULTS: Mapping[str, str] = {"group.id": "zync", "receive.message.max.bytes": str(320 << 20)}
+"""librdkafka demands a group's name. The reader assigns partitions itself and commits nothing, so that no group exists.
+
+A broker answers with a record of any size that it has, and takes records of 100 MB by default. librdkafka would take an answer of
+100 MB at the most. Above 336 MB, it would take the alert of a TLS listener for the length of an answer."""
 
 
 _OUT_OF_RANGE = (ClientError._AUTO_OFFSET_RESET, ClientError.OFFSET_OUT_OF_RANGE)
@@ -160,7 +163,7 @@ def open_intake(
 def reading_connection(kafka: Mapping[str, str], *, uncommitted: bool = False) -> Connection:
     """The configuration of a consumer that commits nothing and resets nothing."""
     isolation = {"isolation.level": "read_uncommitted"} if uncommitted else {}
-    return Connection(kafka, {**TUNING, **_PROMISES, **isolation}, _GROUP)
+    return Connection(kafka, {**TUNING, **_PROMISES, **isolation}, _DEFAULTS)
 
 
 def mark_of(records: pa.RecordBatch) -> Mark:

@@ -345,3 +345,19 @@ def test_a_topic_that_goes_while_it_is_read_is_missing(
     monkeypatch.setattr(reader, "check_range", lambda *_: delete_topic(kafka, topic))
     with pytest.raises(TopicMissing, match=topic):
         read(kafka, topic, 0, 1)
+
+
+def test_a_record_that_is_larger_than_an_answer_of_librdkafka(
+    kafka: dict[str, str], unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default librdkafka takes an answer of 100 MB, and would ask for the record for ever."""
+    create_topic(kafka, unique, 1, 1, {"max.message.bytes": "104857600"})
+    value = bytes(101_000_000)
+    with InOrder(kafka, unique, 0, 0, "") as writer:
+        writer.write(pa.record_batch({"key": pa.array([None], pa.binary()), "value": pa.array([value], pa.binary())}))
+    assert values(kafka, unique, 0, 1) == {0: value}
+    monkeypatch.setattr(reader, "STALL_SECONDS", 1.0)
+    with pytest.raises(
+        BrokerUnavailable, match=r"a record is larger than receive\.message\.max\.bytes of kafka allows"
+    ):
+        read({**kafka, "receive.message.max.bytes": "60000000"}, unique, 0, 1)
