@@ -22,7 +22,7 @@ from zync_assets.etl.account import Labels
 from zync_assets.etl.output_types import OutputType
 from zync_assets.kafka.partitioner import key_partitions
 from zync_assets.kafka.registry import Registry
-from zync_assets.lake.head import Head, OutputPosition, Partitioning
+from zync_assets.lake.head import PARTITION_BY, Head, OutputPosition, Partitioning
 from zync_assets.lake.staging import key_column, value_column
 from zync_assets.pipeline import Pipeline
 from zync_assets.publish.encoding import SideSchema, encode_values, registered, row_schema
@@ -133,7 +133,7 @@ def topic_partitions(
             continue
         item, previous = pipeline.output(topic), head.partitionings.get(topic)
         if item.partition_by is not None:
-            partitionings[topic] = Partitioning(f"partition-by: {' '.join(item.partition_by.split())}", None)
+            partitionings[topic] = Partitioning(PARTITION_BY + " ".join(item.partition_by.split()), None)
             partitions[topic] = replace(partitions[topic], by=by_in_lake_names(item.partition_by, kind))
             _check(topic, previous, partitionings[topic].text, f"partition-by: {item.partition_by}")
             continue

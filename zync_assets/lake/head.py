@@ -39,6 +39,10 @@ class OutputPosition:
     partitions: int | None
 
 
+PARTITION_BY = "partition-by: "
+"""The beginning of ``Partitioning.text`` for an expression."""
+
+
 @dataclass(frozen=True)
 class Partitioning:
     """The things on which the partitions of an output topic's records depend.
@@ -49,6 +53,11 @@ class Partitioning:
 
     text: str
     id: int | None
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether ``partition-by`` gives the partitions."""
+        return self.text.startswith(PARTITION_BY)
 
 
 @dataclass(frozen=True)

@@ -331,17 +331,17 @@ def _warn_of_changing_key(plan: SinkPlan) -> None:
 
 
 def _warn_of_scattered_key(plan: SinkPlan) -> None:
-    """Warn before the first batch of a table if records of one of its keys may lie in several partitions of a staged topic. The
-    key of a record gives its partition, and nothing orders the records of different partitions."""
+    """Warn before the first batch of a table if records of one of its keys may lie in several partitions of a staged topic, which
+    have no order. ``partition-by``, or an expression of ``before``, may keep them together."""
     state, name = plan.state, staging.key_column(plan.table.topic)
     if not isinstance(state, staging.StagingState) or name not in state.schema.names or len(plan.ends) < 2:
         return
-    if plan.progress.next or plan.sink.mode != "upsert" or not plan.sink.key:
+    kind, by = state.schema.field(name).type, state.head.partitionings.get(plan.table.topic)
+    if plan.progress.next or plan.sink.mode != "upsert" or not plan.sink.key or (by is not None and by.is_chosen):
         return
-    kind = state.schema.field(name).type
     key_names = {name.removeprefix("key.") for name in plan.sink.key if not name.startswith("value.")}
     own_names = [original_name(item.name) for item in fields_of(kind)] if pa.types.is_struct(kind) else []
-    others = [name for name in own_names if name not in key_names]
+    others = sorted({*own_names} - key_names) if key_names.isdisjoint({*plan.sink.added, "kafka.partition"}) else []
     if others or not (own_names or key_names):
         _log.warning(
             "sink %s, table %s: the key lacks %s of the keys of %s, and so records of one row may be in several partitions."

@@ -1087,11 +1087,24 @@ def test_a_key_that_an_update_may_change_gives_a_warning(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("partition_by", ["", "partition-by: length(value.v), "])
 def test_a_key_whose_records_may_lie_in_several_partitions_gives_a_warning(
-    services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
+    services: Services,
+    spark: SparkSession,
+    tmp_path: Path,
+    unique: str,
+    caplog: pytest.LogCaptureFixture,
+    partition_by: str,
 ) -> None:
-    more = "  - {name: whole, type: sqlite, url: shop.db, from: [Staging.$out], table: whole, key: [id]}\n"
-    text = TEXT.replace("create: {", "create: {partitions: 3, ").replace("table: rows}", "table: rows, key: [value.v]}")
+    sink = "  - {name: NAME, type: sqlite, url: shop.db, from: [Staging.$out], table: NAME, key: "
+    keys = {
+        "whole": "[id]}",
+        "places": "[kafka.topic, kafka.partition, kafka.offset]}",
+        "made": "[v], before: {set: {v: key.id}}}",
+    }
+    more = "".join(sink.replace("NAME", name) + key + "\n" for name, key in keys.items())
+    text = TEXT.replace("create: {", f"{partition_by}create: {{partitions: 3, ")
+    text = text.replace("table: rows}", "table: rows, key: [value.v]}")
     it = mini(services, spark, tmp_path, unique, text + more)
     it.send(it.left, row(1, "a"), row(2, "a"), row(3, "a"))
     it.step()
@@ -1100,8 +1113,13 @@ def test_a_key_whose_records_may_lie_in_several_partitions_gives_a_warning(
     it.step()
     write(it)
     warnings = [text for record in caplog.records if "in several partitions" in (text := record.getMessage())]
-    assert len(warnings) == 1
-    assert warnings[0].startswith(f"sink shop, table rows: the key lacks id of the keys of Staging.{it.out}, and so")
+    if partition_by:
+        assert warnings == []
+    else:
+        assert len(warnings) == 1
+        assert warnings[0].startswith(
+            f"sink shop, table rows: the key lacks id of the keys of Staging.{it.out}, and so"
+        )
 
 
 NO_CHANGE = (
