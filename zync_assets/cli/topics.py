@@ -30,7 +30,8 @@ from zync_assets.cli.terminal import (
     print_rows,
     whole,
 )
-from zync_assets.errors import ZyncError
+from zync_assets.errors import TopicMissing, ZyncError
+from zync_assets.kafka.client import servers
 from zync_assets.kafka.json_lines import (
     Encode,
     Encoding,
@@ -44,7 +45,7 @@ from zync_assets.kafka.json_lines import (
 )
 from zync_assets.kafka.json_lines import produce as produce_records
 from zync_assets.kafka.registry import Registry
-from zync_assets.kafka.topics import TopicState, create_topic, topic_state
+from zync_assets.kafka.topics import TopicState, create_topic, topic_state, topic_states
 from zync_assets.pipeline import RegistryConfig
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -276,8 +277,9 @@ def produce(
     if infers:
         lines = list(lines)
     samples = lines if isinstance(lines, list) else []
-    if not create:
-        topic_state(where.kafka, topic)
+    if not create and topic not in topic_states(where.kafka, [topic]):
+        at = servers(where.kafka)
+        raise TopicMissing(f"topic {topic} does not exist at {at}; create it with --create, or correct the name")
     encode_key = _encoder(where, topic, "key", keys, key_schema, [line.key for line in samples])
     encode_value = _encoder(where, topic, "value", encoding, schema, [line.value for line in samples])
     if create:

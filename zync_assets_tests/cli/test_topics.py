@@ -240,6 +240,7 @@ def test_a_missing_topic_is_one_line_on_stderr(zync: Zync, unique: str, command:
     result = zync(command[0], unique, *command[1:], stdin='{"a": 1}')
     assert result.exit_code == 1
     assert f"topic {unique} does not exist" in result.stderr
+    assert ("create it with --create" in result.stderr) == (command[0] == "produce")
     assert "Traceback" not in result.stderr
     assert f"{unique}-value" not in zync("ls").stdout
 
