@@ -198,15 +198,14 @@ def _streams(
             streams += [Stream(topic, partition, places[topic], 0, 0) for partition in sorted(partitions or {0})]
             continue
         first_offsets = {part.partition: part.first for part in ranges[topic]}
-        highest, files = state.orders, dict[int, list[DataFile]]()
+        highest, files, replays = state.orders, dict[int, list[DataFile]](), dict[int, list[DataFile]]()
         for file in state.files:
-            if not raw.is_replay(file):
-                files.setdefault(file.partition or 0, []).append(file)
+            (replays if raw.is_replay(file) else files).setdefault(file.partition or 0, []).append(file)
         for partition in sorted({*state.next, *partitions}):
             end = state.next.get(partition, 0)
             first = first_offsets.get(partition, end)
-            stream_files = files.get(partition, [])
-            streams.append(Stream(topic, partition, places[topic], first, end, stream_files, highest.get(partition)))
+            stream_files = files.get(partition, []), highest.get(partition), replays.get(partition, [])
+            streams.append(Stream(topic, partition, places[topic], first, end, *stream_files))
     return streams
 
 

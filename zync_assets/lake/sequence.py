@@ -28,7 +28,7 @@ from zync_assets.lake import storage
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.raw import RawState, is_replay, raw_files
-from zync_assets.lake.raw_files import LOWEST, time_floors
+from zync_assets.lake.raw_files import LOWEST, Longs, time_floors
 from zync_assets.offsets import OffsetRange
 
 END: Order = (2**63, 0)
@@ -70,16 +70,14 @@ class Stream:
     next: int
     """The next offset to ingest."""
     files: Sequence[File] = ()
-    """The raw files in the sequence of their offsets, without files of replays."""
+    """The raw files in the sequence of their offsets, without ``replays``, whose records lie between those of the others."""
     highest: Order | None = None
     """The highest order of all records that were ingested."""
+    replays: Sequence[File] = ()
 
     @property
     def name(self) -> tuple[str, int]:
         return self.topic, self.partition
-
-
-Longs: TypeAlias = npt.NDArray[np.int64]
 
 
 class OrderKey(NamedTuple):
@@ -138,6 +136,16 @@ def offset_at(stream: Stream, key: OrderKey, read: ReadOrders) -> int:
 
 def _offset(stream: Stream, order: Order, read: ReadOrders) -> int:
     """The offset of the stream's first record of an order or a higher one."""
+    end = _file_offset(stream, order, read)
+    for item in stream.replays:
+        if (item.max_order or LOWEST) >= order and (item.first or 0) < end and (item.last or 0) >= stream.seen:
+            offsets, highs, lows = read(stream, item)
+            end = int(offsets[(offsets >= stream.seen) & ~below(highs, lows, order)].min(initial=end))
+    return end
+
+
+def _file_offset(stream: Stream, order: Order, read: ReadOrders) -> int:
+    """As ``_offset``, without replays."""
     if (stream.highest or LOWEST) < order:
         return stream.next
     at = bisect_left(stream.files, order[0], key=lambda item: (item.max_order or LOWEST)[0])
@@ -247,8 +255,7 @@ def keys_at(spans: Sequence[OrderSpan], counts: Sequence[float]) -> list[OrderKe
 
     The records of a span count as spread evenly over its orders.
     """
-    parts = [span.high[0] for span in spans if span.high[0] > LOWEST[0]]
-    parts += [span.low[0] for span in spans if span.low[0] > LOWEST[0]]
+    parts = (part for span in spans for part in (span.low[0], span.high[0]) if part > LOWEST[0])
     # A file may begin with records before all changes. Its other records lie among the changes.
     least = min(parts, default=LOWEST[0])
     whole = [
@@ -349,8 +356,7 @@ def _steps(stream: Stream, end: int, read: ReadOrders) -> Orders:
     counts as one record of the order LOWEST."""
     files = [item for item in stream.files if (item.first or 0) < end and (item.last or 0) >= stream.seen]
     parts = [read(stream, item) for item in files]
-    none = np.empty(0, np.int64)
-    offsets, highs, lows = (np.concatenate([none, *(part[at] for part in parts)]) for at in range(3))
+    offsets, highs, lows = (np.concatenate([np.empty(0, np.int64), *(part[at] for part in parts)]) for at in range(3))
     inside = (offsets >= stream.seen) & (offsets < end)
     stops, highs, lows = offsets[inside] + 1, highs[inside], lows[inside]
     if len(stops):

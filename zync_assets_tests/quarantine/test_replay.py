@@ -164,6 +164,25 @@ def test_a_replayed_record_has_its_own_place_in_the_order_of_the_source(
     sound(it)
 
 
+def test_a_replayed_record_waits_for_the_frontier_that_its_neighbour_waits_for(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    late = Late(mini(services, spark, tmp_path, unique, ORDERED))
+    it = late.it
+    narrow = {"type": "record", "name": "narrow", "fields": [ID]}
+    good = b"\0" + late.known.to_bytes(4, "big")
+    it.send(it.right, good + fastavro_bytes(narrow, {"id": 2}))
+    it.ingest()
+    late.mend()
+    replay(it)
+    assert it.values() == [{"id": 1}]
+    it.send(it.right, good + fastavro_bytes(narrow, {"id": 9}))
+    list(ingest_all(it.pipeline, lambda: spark, [it.right]))
+    list(etl_all(it.pipeline, lambda: spark))
+    assert it.values() == [{"id": 1}, {"id": 2}, None, {"id": 3}, None]
+    sound(it)
+
+
 def test_a_replay_after_later_records_names_the_partition_and_the_cure(late: Late) -> None:
     it = late.it
     it.step()
