@@ -5,15 +5,16 @@ A connector that sends changes again goes back in the log of the source. Such re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.lake.log import Order
-from zync_assets.lake.raw import ORDER
+from zync_assets.lake import storage
+from zync_assets.lake.log import DataFile, Order
+from zync_assets.lake.raw import ORDER, RawState
 from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE, Longs, order_at, running_orders, with_orders
 
 
@@ -131,6 +132,20 @@ def orders_between(own_orders: pa.StructArray | None, before: Longs, after: Long
     columns = [pa.array(orders[:, side].copy()) for side in (0, 1)]
     # Several of them may lie between two records.
     return running_orders(pa.StructArray.from_arrays(columns, fields=list(ORDER_TYPE)), LOWEST)
+
+
+def highest_orders(state: RawState, files: Sequence[DataFile]) -> dict[int, Order]:
+    """Partition → the highest order in the new files of a replay, where it is above all orders of the partition before.
+
+    LakeError if a file can't be read.
+    """
+    highest: dict[int, Order] = {}
+    for item in files:
+        partition = item.partition or 0
+        if item.max_order is not None and item.max_order > (known := state.orders.get(partition, LOWEST)):
+            orders = storage.read_file(storage.join(state.table.uri, item.path), [ORDER])[ORDER].combine_chunks()
+            highest[partition] = max(order_at(orders, -1), known, highest.get(partition, LOWEST))
+    return {partition: order for partition, order in highest.items() if order > state.orders.get(partition, LOWEST)}
 
 
 def _is_below(left: Longs, right: Longs) -> npt.NDArray[np.bool_]:

@@ -303,19 +303,28 @@ def _offsets(state: RawState, item: DataFile) -> npt.NDArray[np.int64]:
 
 
 def commit_replay_files(
-    before: RawState, schema: pa.Schema, files: Sequence[DataFile], writers: Sequence[WriterSchema]
+    before: RawState,
+    schema: pa.Schema,
+    files: Sequence[DataFile],
+    writers: Sequence[WriterSchema],
+    orders: Mapping[int, Order] | None = None,
 ) -> None:
-    """Commit the files of a replay, made for number ``before.replays + 1``; ``writers``: the writer schemas that are new.
+    """Commit the files of a replay, made for number ``before.replays + 1``; ``writers``: the writer schemas that are new;
+    ``orders``: partition → its highest order, where the replay raises it.
 
-    Raises CommitConflict if another replay came first; nothing of this one is visible then.
+    Raises CommitConflict if another replay came first, or if ingest did, where orders rise; nothing of this replay is visible
+    then.
     """
     old_writers = before.writers  # widening takes the opened table along
     table = tables.widen(before.table, schema)
     if table is not before.table and (
-        (table.number("zync:replay") or 0) != before.replays or _count_writers(table) != len(old_writers)
+        (table.number("zync:replay") or 0) != before.replays
+        or _count_writers(table) != len(old_writers)
+        or (orders and _state(table).orders != before.orders)
     ):
         raise CommitConflict(f"table {table.uri}: another writer committed first; run again")
-    tables.commit(table, files, {"zync:replay": before.replays + 1, **_writer_numbers(before, writers)})
+    numbers = _writer_numbers(before, writers) | _order_numbers(orders or {})
+    tables.commit(table, files, {"zync:replay": before.replays + 1, **numbers})
 
 
 @dataclass(frozen=True)
@@ -404,9 +413,7 @@ def _numbers(before: RawState | None, advance: RawAdvance) -> dict[str, int]:
     numbers |= {f"zync:time:{p}": time for p, time in advance.times.items() if p in advance.next}
     for partition, mark in advance.marks.items():
         numbers |= {f"zync:mark:{partition}": mark.offset, f"zync:mark-digest:{partition}": mark.digest}
-    for partition, (high, low) in advance.orders.items():
-        if partition in advance.next:
-            numbers |= {f"zync:order-high:{partition}": high, f"zync:order-low:{partition}": low}
+    numbers |= _order_numbers({p: order for p, order in advance.orders.items() if p in advance.next})
     if before is not None:
         numbers |= before.domain_number(advance.domain)
     elif advance.domain is not None:
@@ -414,6 +421,11 @@ def _numbers(before: RawState | None, advance: RawAdvance) -> dict[str, int]:
     numbers |= _writer_numbers(before, advance.writers)
     numbers |= {f"zync:left-out:{p}": left_out.get(p, 0) + count for p, count in advance.left_out.items()}
     return numbers
+
+
+def _order_numbers(orders: Mapping[int, Order]) -> dict[str, int]:
+    parts = ((p, part) for p, pair in orders.items() for part in zip(("high", "low"), pair, strict=True))
+    return {f"zync:order-{name}:{partition}": number for partition, (name, number) in parts}
 
 
 def _count_writers(table: LakeTable) -> int:

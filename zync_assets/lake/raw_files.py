@@ -408,7 +408,7 @@ def with_orders(records: pa.RecordBatch, floor: Order | None) -> tuple[pa.Record
 
 def orders_around(state: RawState, partition: int, offsets: npt.NDArray[np.int64]) -> tuple[Longs, Longs]:
     """The orders of the last record before each offset, and of the first record after it: two arrays of pairs. Without a record
-    after an offset, the second array repeats the first. ``offsets``: sorted, of records that the table lacks.
+    after an offset, the second pair is above every order. ``offsets``: sorted, of records that the table lacks.
 
     Reads two columns of the files around the offsets. LakeError if a file can't be read.
     """
@@ -425,7 +425,7 @@ def orders_around(state: RawState, partition: int, offsets: npt.NDArray[np.int64
         orders = np.column_stack([table[_ORDER_COLUMNS[side]].fill_null(LOWEST[side]).to_numpy() for side in (0, 1)])
         for pairs, is_here, step in ((before, places[0] == file, -1), (after, places[1] == file, 0)):
             pairs[is_here] = orders[np.searchsorted(file_offsets, offsets[is_here]) + step]
-    return before, np.where((places[1] < len(files))[:, None], after, before)
+    return before, np.where((places[1] < len(files))[:, None], after, np.iinfo(np.int64).max)
 
 
 def lift(table_uri: str, item: DataFile, time: int, order: Order | None, name: str) -> list[DataFile]:

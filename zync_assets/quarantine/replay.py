@@ -26,7 +26,7 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.codecs.spark_types import spark_schema
 from zync_assets.errors import ZyncError
 from zync_assets.etl.retries import ClassRange, carve, runs_within
-from zync_assets.ingest.carrier import orders_between
+from zync_assets.ingest.carrier import highest_orders, orders_between
 from zync_assets.ingest.files import own_writers, shaped_schema, table_schema
 from zync_assets.ingest.order import own_orders
 from zync_assets.ingest.plan import source_of
@@ -129,7 +129,7 @@ def commit_replay(spark: SparkSession, pipeline: Pipeline, plan: ReplayPlan) -> 
         writers, _ = schema_changes(item, source, result.new_schemas)
         schema = with_lacking_fields(schema, source, state, own_writers(item, writers))
         # 4. Commit the files and the number of the replay together. The commit conflicts with any other replay.
-        raw.commit_replay_files(state, schema, result.files, writers)
+        raw.commit_replay_files(state, schema, result.files, writers, highest_orders(state, result.files))
     return ReplayCommit(item.topic, sum(file.records for file in result.files), result.reasons)
 
 

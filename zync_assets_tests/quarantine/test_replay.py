@@ -183,6 +183,30 @@ def test_a_replayed_record_waits_for_the_frontier_that_its_neighbour_waits_for(
     sound(it)
 
 
+def test_the_last_record_of_a_partition_has_its_own_place_after_a_replay(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """Its row was deleted before the record, in another topic. A rebuild must not delete it again."""
+    text = ORDERED.replace("in.value.id = 2", "in.value.id % 4 = 2")
+    late = Late(mini(services, spark, tmp_path, unique, text))
+    it = late.it
+    wide, narrow = ({"type": "record", "name": "it", "fields": fields} for fields in ([ID, MORE], [ID]))
+    bad, good = (b"\0" + id.to_bytes(4, "big") for id in (late.late, late.known))
+    it.send(it.left, bad + fastavro_bytes(wide, {"id": 6, "more": None}))
+    it.send(it.right, good + fastavro_bytes(narrow, {"id": 5}))
+    list(ingest_all(it.pipeline, lambda: spark, [it.left, it.right]))
+    list(etl_all(it.pipeline, lambda: spark))
+    late.mend()
+    replay(it)
+    state = raw.open_raw(it.lake, "Raw", it.left)
+    assert state is not None and state.orders == {0: (6, 0)}
+    edited = it.edited(text.replace("value: {id: in.value.id}", "value: {id: in.value.id * 10}"))
+    list(rebuild_all(edited.pipeline, lambda: spark))
+    rows = {record["key"]: record["value"] for record in edited.staged()}
+    assert rows == {"false": {"id": 30}, "true": {"id": 60}}
+    sound(edited)
+
+
 def test_a_replay_after_later_records_names_the_partition_and_the_cure(late: Late) -> None:
     it = late.it
     it.step()
