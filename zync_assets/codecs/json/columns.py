@@ -21,6 +21,7 @@ The functions of ``values`` convert the strings of dates, timestamps and base64.
 from __future__ import annotations
 
 import base64
+import decimal
 import json
 from collections.abc import Callable
 from functools import lru_cache
@@ -229,6 +230,11 @@ def _typed_column(type: pa.DataType, array: pa.Array) -> tuple[pa.Array, Mask]:
         return base64_bytes(array, valid)
     if kinds.is_timestamp(type):
         return _time_column(type, array)
+    if kinds.is_decimal(type):
+        # pyarrow compares the digits of a literal with the precision, before it adds the zeros of the scale.
+        least, most = (pa.scalar(decimal.Decimal((sign, (9,) * type.precision, -type.scale)), type) for sign in (1, 0))
+        is_odd = pc.or_(pc.less(array, least), pc.greater(array, most))
+        return array, is_odd.fill_null(False).to_numpy(zero_copy_only=False)
     return _scalar_column(type, array) if kinds.is_date(type) else (array, odd)
 
 

@@ -122,6 +122,7 @@ def batches(draw: st.DrawFn) -> tuple[pa.DataType, list[bytes | None]]:
 
 
 DEEP = b'{"f0":1,"x":' + b"[" * 2_000 + b"]" * 2_000 + b"}"
+MONEY = pa.struct([("f0", pa.list_(pa.decimal128(9, 2)))])
 INT, DOUBLE, REAL, TEXT = (pa.struct([("f0", kind)]) for kind in (pa.int32(), pa.float64(), pa.float32(), pa.string()))
 
 
@@ -138,6 +139,7 @@ INT, DOUBLE, REAL, TEXT = (pa.struct([("f0", kind)]) for kind in (pa.int32(), pa
 @example((DOUBLE, [b'{"f0":NaN}', b'{"f0":-Infinity}', b'{"f0":1e400}', b'{"f0":1}']))
 @example((REAL, [b'{"f0":1e39}', b'{"f0":16777217}', b'{"f0":0.1}', b'{"f0":1.00000017881393432617187499}']))
 @example((TEXT, [b'{"f0":"\\ud800"}', b'{"f0":"\xff"}', b'{"f0":"\\ud83d\\ude00"}', b'{"f0":"\xc3\xa9"}']))
+@example((MONEY, [b'{"f0":[10000000]}', b'{"f0":[-9999999.99,-10000000]}', b'{"f0":["10000000",9999999]}']))
 @example((INT, [b'{"f0":1,"f0":2}', b'{"x":NaN,"f0":1}', b'{"\\u00660":4}', b'\xef\xbb\xbf{"f0":1}']))
 def test_columns_are_what_the_records_are_one_by_one(batch: tuple[pa.DataType, list[Any]]) -> None:
     kind, payloads = batch
