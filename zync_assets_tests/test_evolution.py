@@ -324,6 +324,7 @@ def test_an_id_with_another_schema_than_before_puts_its_records_aside(
     assert it.ingest(it.left)[it.left].quarantined == 0
 
 
+@pytest.mark.slow
 def test_a_schema_that_the_registry_no_longer_has_does_not_stop_ingest(services: Services, unique: str) -> None:
     config = RegistryConfig(services.registry_url)
     fields = [{"name": name, "type": ["null", "int"], "default": None} for name in "ab"]

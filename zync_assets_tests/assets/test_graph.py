@@ -269,6 +269,7 @@ def test_an_asset_of_ones_own_says_how_it_wants_its_rows(rig: Rig) -> None:
     assert "Annotate the argument with pyspark.sql.DataFrame, pyarrow.Table or polars.LazyFrame" in failures(refused)[0]
 
 
+@pytest.mark.slow
 def test_an_asset_of_ones_own_names_the_damaged_file_that_it_would_read(rig: Rig) -> None:
     rig.send(rig.orders, orders(1, 2))
     rig.send(rig.payments, payments(1))

@@ -100,6 +100,7 @@ def test_the_sensor_reports_a_table_whose_name_no_asset_key_can_have(
         assert reported(Ticks(rig)())[key.to_user_string(), OPEN] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_long", [True, False])
 def test_a_long_load_of_a_table_leaves_a_run_to_the_other_steps(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, is_long: bool

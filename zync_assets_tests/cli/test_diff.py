@@ -107,6 +107,7 @@ def test_an_output_with_several_partitions_is_folded_in_order_and_the_registry_g
     assert sorted(Registry(it.pipeline.registry).subjects()) == subjects
 
 
+@pytest.mark.slow
 def test_records_without_a_key_are_not_compared(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

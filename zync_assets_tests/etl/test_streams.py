@@ -272,6 +272,7 @@ def test_a_topic_with_an_open_transaction_holds_the_others_back(make: Make, uniq
     assert status(it) == {**status(it), "waiting": 0, "late": 0}
 
 
+@pytest.mark.slow
 def test_a_record_below_the_frontier_is_processed_counted_and_named(make: Make) -> None:
     """A topic that comes into being late brings a snapshot, which is not late."""
     it = make()

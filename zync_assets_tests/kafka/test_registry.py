@@ -93,9 +93,9 @@ def test_an_incompatible_schema_is_refused_in_the_registrys_words(
         registry.register(subject, OTHER)
 
 
-def test_an_unknown_id_is_named(registry: Registry) -> None:
+def test_an_unknown_id_is_named(services: Services) -> None:
     with pytest.raises(SchemaUnknown, match="987654321"):
-        registry.schema(987654321)
+        Registry(RegistryConfig(services.registry_url, {"max.retries": "0"})).schema(987654321)
 
 
 def test_an_address_that_is_no_registry_says_nothing_of_an_id(services: Services) -> None:

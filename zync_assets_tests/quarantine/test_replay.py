@@ -164,6 +164,7 @@ def test_a_replayed_record_has_its_own_place_in_the_order_of_the_source(
     sound(it)
 
 
+@pytest.mark.slow
 def test_a_replayed_record_waits_for_the_frontier_that_its_neighbour_waits_for(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_replayed_record_waits_for_the_frontier_that_its_neighbour_waits_for(
     sound(it)
 
 
+@pytest.mark.slow
 def test_the_last_record_of_a_partition_has_its_own_place_after_a_replay(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,7 +33,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def process() -> Iterator[subprocess.Popen[bytes]]:
     """Stands for a server's process, which is known by the token on its command line."""
     command = [sys.executable, "-c", "import time; time.sleep(300)", token_option(TOKEN)]
+    # The process would inherit that this one ignores SIGTERM, as the library of a target lets it.
+    disposition = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with subprocess.Popen(command) as process:
+        if disposition is not None:
+            signal.signal(signal.SIGTERM, disposition)
         yield process
         process.kill()
 

@@ -102,6 +102,7 @@ def test_an_output_keeps_its_result_under_another_name_and_refuses_another_defin
     assert pool.it.etl() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ["value", "struct(value.id, value.n, value.`first name` AS name)"])
 def test_a_new_view_over_known_tables_needs_no_new_record(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str, row: str

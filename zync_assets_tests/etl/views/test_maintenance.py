@@ -383,6 +383,7 @@ def test_a_rebuild_stages_the_differences(make: Make) -> None:
     edited.check({out: sql})
 
 
+@pytest.mark.slow
 def test_an_edit_of_the_fields_of_a_views_key_needs_another_topic(make: Make) -> None:
     shop = make(TOTALS)
     shop.send("c", (1, {"name": "Ann"}))
