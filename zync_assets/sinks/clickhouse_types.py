@@ -330,9 +330,10 @@ def own_token() -> str:
 def load_token(merge: Merge, *load: int) -> str:
     """The token of a load table's insert: source, ranges and rows.
 
-    Another run shares the rows out in another way, and an edit of the pipeline file gives them other values.
+    Another run shares the rows out in another way, and an edit of the pipeline file gives them other values. Below 0 lie marks.
     """
-    ranges = [f"{p}:{merge.expected.get(p)}-{next_offset}" for p, next_offset in sorted(merge.upcoming.items())]
+    ends = sorted((partition, end) for partition, end in merge.upcoming.items() if partition >= 0)
+    ranges = [f"{partition}:{merge.expected.get(partition)}-{end}" for partition, end in ends]
     parts = [*place_values(merge.place).values(), merge.origin, *ranges, *map(str, (*merge.cured, *load))]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 

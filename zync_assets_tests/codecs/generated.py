@@ -154,10 +154,16 @@ def _array(draw: st.DrawFn, depth: int, names: Any) -> Kind:
     return Kind({"type": "array", "items": inner.schema}, data, lambda items: [inner.lake(item) for item in items])
 
 
-def _takes_no_bytes(schema: Any) -> bool:
+def _takes_no_bytes(schema: Any, empty_records: frozenset[str] = frozenset()) -> bool:
+    """``empty_records``: the names of the records before it that take no bytes. A field may have such a name as its type."""
     if isinstance(schema, dict) and schema.get("type") == "record":
-        return all(_takes_no_bytes(field["type"]) for field in schema["fields"])
-    return schema == "null"
+        for field in schema["fields"]:
+            if not _takes_no_bytes(field["type"], empty_records):
+                return False
+            if isinstance(field["type"], dict):
+                empty_records |= {field["type"]["name"]}
+        return True
+    return isinstance(schema, str) and (schema == "null" or schema in empty_records)
 
 
 @st.composite

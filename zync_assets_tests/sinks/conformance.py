@@ -27,6 +27,7 @@ from zync_assets.codecs.fields import DEBEZIUM_DATE, ZONED_TIMESTAMP
 from zync_assets.errors import CommitConflict, TargetRefused
 from zync_assets.pipeline import Sink
 from zync_assets.sinks.fold import Records, fold
+from zync_assets.sinks.plan import REPLAYS
 from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, Place, TableSpec, Target, open_target
 
 POINTS = ("sink:loaded", "sink:merging", "sink:merged")
@@ -286,6 +287,7 @@ def assert_conforms(kind: str, url: str, load_tables: Any, *, count: int = 8, se
     assert load_tables() == []
     _assert_loser_changes_nothing(target, seed, count)
     _assert_bad_records_are_kept(target)
+    _assert_replays_are_counted(target)
     assert rows_of(target) == model(target, seed, count)
     _assert_missing_column_is_null(target)
     _assert_reset_goes_on(kind, url, seed, count)
@@ -310,6 +312,21 @@ def _assert_bad_records_are_kept(target: Target) -> None:
     target.merge(Merge(PLACE, table, ORIGIN, {0: at}, {0: at + 1}, bad=(bad,)))
     assert target.progress(PLACE).bad == (bad,)
     assert target.progress(PLACE).next == {0: at + 1}
+
+
+def _assert_replays_are_counted(target: Target) -> None:
+    """The count of replays is a position too. It comes with the records of a replay, which have lower offsets."""
+    table = spec(target, changed=True)
+    before = target.progress(PLACE)
+    expected, late = {0: before.next[0], REPLAYS: None}, BadRecord(0, 1, "", "late")
+    target.merge(Merge(PLACE, table, ORIGIN, expected, {REPLAYS: 2}, bad=(late,)))
+    after = target.progress(PLACE)
+    assert (after.next, after.origin) == ({**before.next, REPLAYS: 2}, ORIGIN)
+    assert {*after.bad} == {*before.bad, late}
+    with pytest.raises(CommitConflict):
+        target.merge(Merge(PLACE, table, ORIGIN, expected, {REPLAYS: 3}))
+    target.merge(Merge(PLACE, table, ORIGIN, {0: before.next[0]}, {}, cured=((0, 1),)))
+    assert target.progress(PLACE) == replace(before, next=after.next)
 
 
 def _assert_missing_column_is_null(target: Target) -> None:
