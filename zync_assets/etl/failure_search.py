@@ -4,8 +4,8 @@ A search runs one Spark job for the conditions and join keys of each input. It t
 finds no failure: after one record of a pair is removed, the other record may make another pair. A few more jobs fetch Spark's
 error texts. If an output of several records fails, the search removes the record that makes the expression fail alone. If there
 is no such record, the search removes the record that completed the output. Of the failing pairs of a join key, a job counts the
-first one: the later records pair anew. The pairs of a held output count once the search knows which records end with their
-source row (``result_checks.decided_hold``). The choice of records then does not depend on the cut of the batches.
+first pair, because its removal changes the later pairs. The pairs of a held output count once the search knows which records
+end with their source row (``result_checks.decided_hold``). The choice of records then does not depend on the cut of the batches.
 
 A record that overflows Java's stack fails the search too. ``OverflowSearch`` finds the record, and the search goes on without it.
 """

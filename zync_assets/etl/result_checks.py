@@ -395,7 +395,7 @@ def _row_results(transform: Transform, frame: DataFrame, hold: Hold) -> Results:
 def _row_ends(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
     """The column ``ends`` of a rule without a counterpart: whether its output is a tombstone. And KEPT."""
     if not rule.held or rule.sides[0].keys:
-        # Nothing of these outputs is computed: one may fail.
+        # The query computes no part of these outputs, because an output may fail.
         return [("failed", "CAST(NULL AS STRING)"), ("blamed", "CAST(NULL AS STRING)")]
     columns = dict(output_columns(rule, target))
     value = "NULL" if target.value is None else columns[target.value[0]]

@@ -119,7 +119,8 @@ def position_at(places: Places, at: int) -> Order:
 
 def orders_between(own_orders: pa.StructArray | None, before: Longs, after: Longs) -> pa.StructArray:
     """The carried orders of records that come into their places late. A record keeps its own order between ``before`` and
-    ``after``. An order beyond these two becomes the nearer one. A record without an order gets ``before``.
+    ``after``. An order below ``before`` becomes ``before``, and one above ``after`` becomes ``after``. A record without an order
+    gets ``before``.
 
     ``before``, ``after``: as in ``raw_files.orders_around``.
     """

@@ -86,8 +86,7 @@ def drop_refused(pipeline: Pipeline, selection: Selection) -> int:
     def drop(plan: SinkPlan) -> int:
         spots = tuple((item.partition, item.offset) for item in _chosen_records(plan, selection))
         if spots:
-            # No load table is merged, so that the columns do not matter.
-            plan.target().merge(_merge(plan, TableSpec(plan.table.name, (), (), plan.sink.mode), spots))
+            plan.target().merge(_merge(plan, spots))
         return len(spots)
 
     plans = _plans(pipeline, selection)
@@ -116,7 +115,7 @@ def note_late(plan: SinkPlan) -> SinkPlan:
     if not spots or not isinstance(plan.state, RawState):
         return plan
     replays, records = plan.state.replays, tuple(BadRecord(*spot, "", LATE) for spot in spots)
-    merge = _merge(plan, TableSpec(plan.table.name, (), (), plan.sink.mode), ())
+    merge = _merge(plan)
     expected = {**merge.expected, REPLAYS: plan.progress.replays}
     plan.target().merge(replace(merge, expected=expected, upcoming={REPLAYS: replays}, bad=records))
     crash_point("sink:late")
@@ -144,7 +143,7 @@ def write_late(plan: SinkPlan, session: Session) -> SinkPlan:
     _tries.update((plan.place, item) for item in records)
     passed = [spot for spot, reason in reason_by_spot.items() if reason.startswith((OVERTAKEN, LEFT_OUT))]
     if passed:
-        plan.target().merge(_merge(plan, TableSpec(plan.table.name, (), (), plan.sink.mode), tuple(passed)))
+        plan.target().merge(_merge(plan, tuple(passed)))
     subject = f"sink {plan.sink.name}, table {plan.table.name}"
     if count := sum(reason_by_spot[spot].startswith(OVERTAKEN) for spot in passed):
         _log.warning(
@@ -198,8 +197,10 @@ def _chosen_records(plan: SinkPlan, selection: Selection) -> list[BadRecord]:
     return sorted(records, key=lambda record: (record.partition, record.offset))
 
 
-def _merge(plan: SinkPlan, spec: TableSpec, cured: tuple[Spot, ...]) -> Merge:
-    """A transaction that moves no position. Another run that moved one in the meantime makes it a conflict."""
+def _merge(plan: SinkPlan, cured: tuple[Spot, ...] = (), spec: TableSpec | None = None) -> Merge:
+    """A transaction that moves no position. Another run that moved one in the meantime makes it a conflict. ``spec``: None if no
+    load table is merged: the columns do not matter then."""
+    spec = spec or TableSpec(plan.table.name, (), (), plan.sink.mode)
     return Merge(plan.place, spec, plan.origin, dict(plan.progress.next), {}, cured=cured)
 
 
@@ -218,7 +219,7 @@ def _replay(plan: SinkPlan, session: Session, records: Sequence[BadRecord]) -> d
     # After new partitions, refused records of a key may be in several of them.
     frame = frame.coalesce(1).sortWithinPartitions(TIME, PARTITION, OFFSET)
     with plan.target().run(plan.place) as run:
-        merge = _merge(plan, table_layout.spec, ())
+        merge = _merge(plan, spec=table_layout.spec)
         # The later record may leave out fields that this one sets.
         reason = f"{OVERTAKEN}. If the row lacks values of it, load the table again: {reset_command(plan)}"
         task = ReplayTask(plan.sink, table_layout, run, merge, frozenset(overtaken_spots), reason)

@@ -261,11 +261,7 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
             _warn_of_removed_records(batch.plan)
             _warn_of_changing_key(batch.plan)
             _warn_of_scattered_key(batch.plan)
-            try:
-                return commit_sink(batch, evolves=False)
-            except TableUnfit as error:
-                _refuse_lost_values(batch, error)
-                return commit_sink(batch)
+            return _evolving(batch, lambda evolves: commit_sink(batch, evolves=evolves))
         if batch.plan.place not in _cleaned_places:
             # Without a batch, nothing else finds that the table is missing. A process looks once: each look asks the target.
             check_table(batch.plan)
@@ -274,19 +270,23 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
     return retried(read, commit, first=first)
 
 
+def _evolving(batch: SinkBatch, work: Callable[[bool], T]) -> T:
+    """The result of ``work(evolves)``, which may change the table only after a look for values that the change would lose."""
+    try:
+        return work(False)
+    except TableUnfit as error:
+        _refuse_lost_values(batch, error)
+        return work(True)
+
+
 def write_replays(batch: SinkBatch) -> SinkBatch:
     """Write the raw records of replays that the sink has passed; the batch with the new progress. Raises CommitConflict."""
     batch = replace(batch, plan=note_late(batch.plan))
     if not late_records(batch.plan):
         return batch
-    target, spec = batch.plan.target(), batch.layout().spec
-    with target.session():
-        # A replay may bring a column that the table lacks.
-        try:
-            prepare_table(target, batch.plan, spec, evolves=False)
-        except TableUnfit as error:
-            _refuse_lost_values(batch, error)
-            prepare_table(target, batch.plan, spec, evolves=True)
+    plan, target, spec = batch.plan, batch.plan.target(), batch.layout().spec
+    with target.session():  # a replay may bring a column that the table lacks
+        _evolving(batch, lambda evolves: prepare_table(target, plan, spec, evolves=evolves))
     return replace(batch, plan=write_late(batch.plan, batch.session))
 
 

@@ -9,5 +9,5 @@ from zync_assets.etl import positions
 
 @pytest.fixture(params=[pytest.param("small", marks=pytest.mark.slow), "large"])
 def of_each_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test's batches are taken for small ones, as those of all other tests, and for large ones."""
+    """ETL treats the test's batches as small, as it treats the batches of other tests, or as large."""
     monkeypatch.setattr(positions, "SMALL", positions.SMALL if request.param == "small" else 0)

@@ -182,11 +182,20 @@ def send_pairs(it: Mini, batches: int) -> None:
     it.step()
 
 
+DIFFERENCE = "CAST(left.value.v AS INT) - CAST(right.value.v AS INT)"
+NOT_A_NUMBER = TOGETHER.replace(
+    f"100 DIV ({DIFFERENCE})", f"IF(left.value.v = right.value.v, double('NaN'), 100 DIV ({DIFFERENCE}))"
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batches", [1, 2])
-def test_the_pairs_after_a_failing_pair_do_not_depend_on_where_batches_are_cut(make: Make, batches: int) -> None:
+@pytest.mark.parametrize("text", [TOGETHER, NOT_A_NUMBER], ids=["expression", "output without a form"])
+def test_the_pairs_after_a_failing_pair_do_not_depend_on_where_batches_are_cut(
+    make: Make, text: str, batches: int
+) -> None:
     """Two records of a join key would each fail with the record at the same place. The second one meets another record."""
-    it = make(TOGETHER)
+    it = make(text)
     send_pairs(it, batches)
     assert it.values() == [{"id": 4, "n": -100}, {"id": 4, "n": -100}]
     assert failing(it).keys() == {(it.right, 0)}
@@ -246,27 +255,10 @@ def test_a_record_that_fails_alone_goes_when_its_turn_comes(make: Make, batches:
     sound(it)
 
 
-DIFFERENCE = "CAST(left.value.v AS INT) - CAST(right.value.v AS INT)"
-NOT_A_NUMBER = TOGETHER.replace(
-    f"100 DIV ({DIFFERENCE})", f"IF(left.value.v = right.value.v, double('NaN'), 100 DIV ({DIFFERENCE}))"
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batches", [1, 2])
-def test_the_pairs_after_one_without_a_form_do_not_depend_on_where_batches_are_cut(make: Make, batches: int) -> None:
-    """As above, where an output can't be encoded."""
-    it = make(NOT_A_NUMBER)
-    send_pairs(it, batches)
-    assert it.values() == [{"id": 4, "n": -100}, {"id": 4, "n": -100}]
-    assert failing(it).keys() == {(it.right, 0)}
-    sound(it)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("batches", [1, 2])
 def test_an_expression_fails_after_an_output_without_a_form(make: Make, batches: int) -> None:
-    """The second right record fails with the second left record. It gets the first, whose output had no form."""
+    """The second right record fails with the second left record. With the first left record, the record makes an output."""
     one = f"IF(left.value.v = '2', double(1), double({DIFFERENCE}))"
     it = make(NOT_A_NUMBER.replace(f"100 DIV ({DIFFERENCE})", one))
     it.send(it.left, row(4, "2"), row(4, "3"))

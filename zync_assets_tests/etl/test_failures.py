@@ -55,7 +55,7 @@ class FailingEngine(Engine):
         return Random(f"{self.seed} {places}").random() < 0.5
 
     def blamed(self, row: Any) -> Place:
-        """One of the records fails alone, or else the pair fails with the record that completed it."""
+        """The record of a pair that goes into quarantine: the record that fails alone, or else the record that came last."""
         alone = [place for place in row["source"] if Random(f"{self.seed} {place}").random() < 0.3]
         return alone[0] if len(alone) == 1 else max(row["source"], key=lambda place: self.orders[place])
 
