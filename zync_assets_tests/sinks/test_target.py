@@ -8,6 +8,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import metadata
 from pathlib import Path
 from threading import Thread
 
@@ -40,6 +41,12 @@ def test_the_error_has_the_command_that_installs_a_missing_driver(kind: str) -> 
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"Install it: pip install 'zync-assets[{kind}]'" in ended.stderr
+
+
+def test_the_extra_of_mysql_brings_what_its_own_users_log_in_with() -> None:
+    """Users of MySQL 8 have caching_sha2_password. Without TLS, PyMySQL encrypts such a password by its extra ``rsa``."""
+    requirements = [item for item in metadata.requires("zync_assets") or () if 'extra == "mysql"' in item]
+    assert [item.split(">")[0] for item in requirements] == ["PyMySQL[rsa]"]
 
 
 @contextmanager
