@@ -37,6 +37,7 @@ from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, looking_again, wi
 from zync_assets.etl.positions import Outcome, new_counts, next_head, output_positions, table_schema
 from zync_assets.etl.rebuild import is_rebuilt, rebuild_account, rebuild_rows, refuse_failures
 from zync_assets.etl.result_checks import (
+    Attempt,
     Positions,
     RowsWait,
     check_classes,
@@ -310,9 +311,9 @@ def _attempt(
         is_staged = True
         return staged
     except EncodingFailures as error:
-        about = transform, pending, failures, views
-        unsent = first_unsent(*about, error.failures) if turns < MOST_TURNS else error.failures
-        raise EncodingFailures(with_groups(*about, unsent)) from None
+        attempt = Attempt(transform, pending, failures, views)
+        unsent = first_unsent(attempt, error.failures) if turns < MOST_TURNS else error.failures
+        raise EncodingFailures(with_groups(attempt, unsent)) from None
     except AnalysisException:
         raise
     except spark_errors() as error:

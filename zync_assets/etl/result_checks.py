@@ -6,7 +6,7 @@ Every record is in one class, every output can be published, and no record overt
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from zync_assets.etl.output_files import BucketWriter, ResultQuery, Results
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.rules.group import ENDING
-from zync_assets.etl.rules.kind import LACKING, MISSING, SEVERAL, OutputColumns
+from zync_assets.etl.rules.kind import LACKING, MISSING, SEVERAL, Columns, OutputColumns
 from zync_assets.etl.rules.results import KEPT, output_columns
 from zync_assets.etl.rules.shapes import ITEM
 from zync_assets.etl.source_rows import Fetch, RowTimes
@@ -114,15 +114,27 @@ def refuse_many(plan: EtlPlan, failure_by_place: Mapping[failures.Place, Failure
         )
 
 
-def first_unsent(
-    transform: Transform,
-    pending: PendingRecords,
-    known_failures: Failures,
-    views: ViewBatch | None,
-    unsent: Mapping[failures.Place, Failure],
-) -> dict[failures.Place, Failure]:
-    """The failures of an attempt without those of a join key after its first pair that can't be encoded
-    (``failures.first_pairs``). The parameters are those of ``with_groups``."""
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt at a batch, some of whose outputs can't be encoded. ``failures``, ``views``: as for ``result_rows``."""
+
+    transform: Transform
+    pending: PendingRecords
+    failures: Failures
+    views: ViewBatch | None
+
+    def rows(self, columns: Columns, only: Collection[str] | None = None) -> DataFrame:
+        """The result rows of event rules, with other columns. A view's outputs are not here. ``only``: as for ``result_rows``."""
+        event_views = None if self.views is None else replace(self.views, rows=())
+        return result_rows(self.transform, self.pending, self.failures, columns, event_views, only).frame
+
+
+def first_unsent(attempt: Attempt, unsent: Mapping[failures.Place, Failure]) -> dict[failures.Place, Failure]:
+    """The failures without those of a join key after its first pair that can't be encoded (``failures.first_pairs``).
+
+    ``unsent``: place → the failure of each output that can't be encoded. The place is of the record that completed the output.
+    """
+    transform = attempt.transform
     takers = {rule.name: rule.part_of or rule.name for rule in transform.rules if failures.is_paired(rule)}
     counts = Counter(takers[failure.rule] for failure in unsent.values() if failure.rule in takers)
     names = {name for name, count in counts.items() if count > 1}
@@ -130,15 +142,10 @@ def first_unsent(
         return dict(unsent)
     from pyspark.sql import functions as F
 
-    event_views = None if views is None else replace(views, rows=())
     numbers = {topic: number for number, topic in enumerate(transform.labels.topics)}
     places = rows_frame(transform.spark, _PLACES, [(numbers[place[0]], *place[1:]) for place in unsent])
-    rows = result_rows(
-        transform, pending, known_failures, lambda rule, _: failures.pair_columns(rule), event_views, names
-    ).frame
-    rows = rows.where("kind = 'out'").selectExpr(
-        "rule", "element_at(source, last + 1) AS at", "source", "ord", "pair_key", "pair_rank"
-    )
+    rows = attempt.rows(lambda rule, _: failures.pair_columns(rule), names).where("kind = 'out'")
+    rows = rows.selectExpr("rule", "element_at(source, last + 1) AS at", "source", "ord", "pair_key", "pair_rank")
     is_unsent = "at.place = of_place AND at.partition = of_partition AND at.offset = of_offset"
     rows = rows.join(F.broadcast(places), F.expr(is_unsent), "left_semi").collect()
     all_places, first_places = (
@@ -151,33 +158,28 @@ def first_unsent(
     return {place: failure for place, failure in unsent.items() if place in first_places or place not in all_places}
 
 
-def with_groups(
-    transform: Transform,
-    pending: PendingRecords,
-    known_failures: Failures,
-    views: ViewBatch | None,
-    unsent: Mapping[failures.Place, Failure],
-) -> dict[failures.Place, Failure]:
-    """The failures of an attempt, with the records that leave their groups because an output can't be encoded.
+def with_groups(attempt: Attempt, unsent: Mapping[failures.Place, Failure]) -> dict[failures.Place, Failure]:
+    """The failures, with the records that leave their groups because an output can't be encoded.
 
     The record that completed the group leaves it, and the next record of the key may complete the group again. Whether the next
     output can be encoded is known once it is made. A search goes through the records of each key as the fold does. One search
     finds all outputs with a value that the format lacks, such as NaN in JSON. For outputs that are too large, it finds the
     outputs of the attempt before. All records of an expired group leave the group.
 
-    ``unsent``: place → the failure of each output that can't be encoded. The place is of the record that completed the output.
-    ``known_failures``, ``views``: as for ``result_rows``.
+    ``unsent``: as for ``first_unsent``.
     """
+    transform = attempt.transform
     takers = {rule.name: rule.part_of or rule.name for rule in transform.rules if rule.group is not None}
     ends = {place: takers[failure.rule] for place, failure in unsent.items() if failure.rule in takers}
     if not ends or transform.plan.recomputed is not None:
         return dict(unsent)
-    # Records of views' tables are in no group.
-    event_views = None if views is None else replace(views, rows=())
     search = _Search(transform, ends, takers)
     with search_settings(transform.spark):
-        rows = result_rows(transform, pending, known_failures, search.columns, event_views).frame
-        unsent_rows = rows.where(f"failed = '{_UNSENT}'").selectExpr("rule", "element_at(source, last + 1) AS at")
+        unsent_rows = (
+            attempt.rows(search.columns)
+            .where(f"failed = '{_UNSENT}'")
+            .selectExpr("rule", "element_at(source, last + 1) AS at")
+        )
         rows = unsent_rows.limit(failures.MOST_FAILURES + 1).collect()
     failure_by_place = {place: failure for place, failure in unsent.items() if place not in ends}
     for row in rows:
