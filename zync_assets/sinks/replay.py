@@ -9,7 +9,7 @@ puts the record into the sink's quarantine, and counts the replay. From there it
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
@@ -39,6 +39,11 @@ OVERTAKEN = "a later record of its key has been written, and nothing was changed
 LEFT_OUT = "the sink leaves it out now, by before: {where: ...} or delete: false, and nothing was changed; drop it"
 
 LATE = "a replay brought the record after the sink had passed its offset"
+
+REMOVED = (
+    "retention removed the records around it, which may have a later one of its key, and nothing was changed; drop it, and change"
+    " the row in the source"
+)
 
 Spot = tuple[int, int]
 """Partition and offset."""
@@ -114,13 +119,29 @@ def note_late(plan: SinkPlan) -> SinkPlan:
     spots = late_spots(plan)
     if not spots or not isinstance(plan.state, RawState):
         return plan
-    replays, records = plan.state.replays, tuple(BadRecord(*spot, "", LATE) for spot in spots)
+    replays, removed = plan.state.replays, _removed_spots(plan, spots)
+    records = tuple(BadRecord(*spot, "", REMOVED if spot in removed else LATE) for spot in spots)
     merge = _merge(plan)
     expected = {**merge.expected, REPLAYS: plan.progress.replays}
     plan.target().merge(replace(merge, expected=expected, upcoming={REPLAYS: replays}, bad=records))
     crash_point("sink:late")
+    if removed:
+        _log.warning(
+            "sink %s, table %s: %s of a replay left the rows as they were, and lie in quarantine: retention removed the records"
+            " around them, which may have later ones of the same keys. Change these rows in the source, or take an incremental"
+            " snapshot, and drop the records. To list them: %s",
+            *(plan.sink.name, plan.table.name, count_text(len(removed), "record")),
+            plan.pipeline.command("quarantine list", "--sink", plan.sink.name),
+        )
     progress = replace(plan.progress, replays=replays, bad=tuple(sorted((*plan.progress.bad, *records))))
     return replace(plan, progress=progress)
+
+
+def _removed_spots(plan: SinkPlan, spots: Iterable[Spot]) -> set[Spot]:
+    """The records of a table whose rows are upserted, below the offset that retention has reached. Nothing tells whether later
+    records of their keys were written."""
+    starts = plan.state.retention_start if isinstance(plan.state, RawState) and plan.sink.mode == "upsert" else {}
+    return {(partition, offset) for partition, offset in spots if offset < starts.get(partition, 0)}
 
 
 _tries: set[tuple[Place, BadRecord]] = set()
@@ -165,14 +186,15 @@ def write_late(plan: SinkPlan, session: Session) -> SinkPlan:
 
 def wanted_from(pipeline: Pipeline, topic: str) -> dict[int, int]:
     """Partition → the first offset of a raw table that a sink may still want. A sink wants unwritten and refused records, and
-    every record before its first batch. Raises TargetUnavailable."""
+    every record before its first batch. Retention keeps records of replays anyway. Raises TargetUnavailable."""
     limits: dict[int, int] | None = None
     snapshot = Snapshot(pipeline)
     for sink, table in pipeline.raw_sinks(topic):
         plan = plan_sink(pipeline, sink, table, snapshot=snapshot, check=False)
         next_offsets = dict(plan.progress.next)
         for partition, offset in [*((item.partition, item.offset) for item in plan.progress.bad), *late_spots(plan)]:
-            next_offsets[partition] = min(next_offsets.get(partition, offset), offset)
+            if offset >= plan.starts.get(partition, 0):
+                next_offsets[partition] = min(next_offsets.get(partition, offset), offset)
         limits = (
             next_offsets
             if limits is None
@@ -216,13 +238,14 @@ def _replay(plan: SinkPlan, session: Session, records: Sequence[BadRecord]) -> d
     overtaken_spots = (
         _find_overtaken(plan, session, table_layout, records) if plan.sink.mode == "upsert" else set[Spot]()
     )
+    # The later record may leave out fields that this one sets.
+    overtaken_reason = f"{OVERTAKEN}. If the row lacks values of it, load the table again: {reset_command(plan)}"
+    reasons = dict.fromkeys(overtaken_spots, overtaken_reason)
+    reasons |= dict.fromkeys(_removed_spots(plan, set(spots) - overtaken_spots), REMOVED)
     # After new partitions, refused records of a key may be in several of them.
     frame = frame.coalesce(1).sortWithinPartitions(TIME, PARTITION, OFFSET)
     with plan.target().run(plan.place) as run:
-        merge = _merge(plan, spec=table_layout.spec)
-        # The later record may leave out fields that this one sets.
-        reason = f"{OVERTAKEN}. If the row lacks values of it, load the table again: {reset_command(plan)}"
-        task = ReplayTask(plan.sink, table_layout, run, merge, frozenset(overtaken_spots), reason)
+        task = ReplayTask(plan.sink, table_layout, run, _merge(plan, spec=table_layout.spec), reasons)
         reason_by_spot = {
             spot: reason
             for task_reasons in in_tasks(frame, partial(_replay_task, task))
@@ -274,15 +297,14 @@ def _find_overtaken(plan: SinkPlan, session: Session, table_layout: Layout, reco
 
 @dataclass(frozen=True)
 class ReplayTask:
-    """The input of a replay's task. ``merge``: moves no position; ``overtaken``: records that are too late,
-    and why they stay."""
+    """The input of a replay's task. ``merge``: moves no position; ``reasons``: place → why the record stays, of those that are
+    too late."""
 
     sink: Sink
     layout: Layout
     run: str
     merge: Merge
-    overtaken: frozenset[Spot]
-    overtaken_reason: str
+    reasons: Mapping[Spot, str]
 
 
 def _replay_task(task: ReplayTask, batches: Iterator[pa.RecordBatch]) -> dict[Spot, str | None]:
@@ -292,8 +314,8 @@ def _replay_task(task: ReplayTask, batches: Iterator[pa.RecordBatch]) -> dict[Sp
         for index in range(batch.num_rows):
             row = batch.slice(index, 1)
             spot = row.column(PARTITION)[0].as_py(), row.column(OFFSET)[0].as_py()
-            if spot in task.overtaken:
-                reasons[spot] = task.overtaken_reason
+            if spot in task.reasons:
+                reasons[spot] = task.reasons[spot]
                 continue
             try:
                 name = f"{task.run}r{spot[0]}_{spot[1]}"

@@ -47,8 +47,9 @@ class Passed(Late):
         unique: str,
         sinks: str = SINKS,
         times: Sequence[int] = (1000, 5000, 2000),
+        topics: str = AVRO + COPY,
     ) -> None:
-        super().__init__(mini(services, spark, folder, unique, AVRO + COPY + sinks), times)
+        super().__init__(mini(services, spark, folder, unique, topics + sinks), times)
         self.it.ingest()
         self.write()
 
@@ -188,6 +189,39 @@ def test_retention_keeps_a_record_that_a_sink_wants(passed: Passed) -> None:
     assert wanted_from(it.pipeline, it.left) == {0: 1}
     passed.write()
     assert wanted_from(it.pipeline, it.left) == {0: 3}
+
+
+RETENTION = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: avro, retention: 1h}
+  - {topic: $right, pool: Raw, key-format: string, value-format: avro}
+"""
+
+
+@pytest.mark.slow
+def test_a_record_among_removed_records_changes_no_row(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later record of its key was written and removed. Nothing tells of it."""
+    passed = Passed(services, spark, tmp_path, unique, topics=RETENTION)
+    it = passed.it
+    passed.send(2)
+    passed.write()
+    assert it.raw(it.left) == []
+    passed.replay()
+    passed.write()
+    assert passed.sql("SELECT * FROM rows ORDER BY id") == [(1,), (2,), (3,)]
+    assert passed.sql(LOG) == [(1, 0), (3, 2), (2, 3), (2, 1)]
+    assert passed.quarantine() == [("rows", 1)]
+    assert "sink rows, table rows: 1 record of a replay left the rows as they were" in caplog.text
+    assert wanted_from(it.pipeline, it.left) == {0: 4}
+    done = CliRunner().invoke(main, ["quarantine", "replay", str(it.pipeline.path)])
+    assert (done.exit_code, done.stdout) == (1, "0 replayed, 1 left\n")
+    assert "stays: retention removed the records around it" in done.stderr
+    assert passed.sql("SELECT * FROM rows ORDER BY id") == [(1,), (2,), (3,)]
+    drop = ["quarantine", "drop", str(it.pipeline.path), "--sink", "rows"]
+    assert CliRunner().invoke(main, drop).exit_code == 0
+    assert passed.quarantine() == []
 
 
 @pytest.mark.slow
