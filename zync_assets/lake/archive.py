@@ -278,14 +278,8 @@ def find_losses(archive: str, topic: str) -> Losses | None:
 
 def place_losses(archive: str, topic: str, state: ArchiveState) -> Losses:
     """The lost objects of a topic, by a state. LakeError if a file of the state's list is missing."""
-    paths = list(state.tails.values() if state.objects is None else state.objects)
-    for name in state.lists:
-        try:
-            paths += json.loads(read_file(archive, name))
-        except FileNotFoundError as error:
-            raise LakeError(f"archive {archive}: the file {error} is gone. Restore it from a copy.") from None
     # Somebody may have renamed the folder of a topic.
-    present_objects = {replace(item, topic=topic) for item in _parse_paths(paths)}
+    present_objects = {replace(item, topic=topic) for item in _parse_paths(object_paths(archive, state))}
     objects = sorted(present_objects, key=lambda item: (item.partition, item.first))
     # The state was read first: a run that goes on in the meantime only makes longer objects.
     existing_objects = list_objects(archive, topic)
@@ -295,6 +289,18 @@ def place_losses(archive: str, topic: str, state: ArchiveState) -> Losses:
     )
     promised_objects = frozenset(item for item in lost_objects if item.path in promised_paths)
     return Losses(tuple(objects), lost_objects, promised_objects, state.objects is not None)
+
+
+def object_paths(archive: str, state: ArchiveState) -> list[str]:
+    """The paths of all objects of a state; of a state of an earlier version, of the last objects. LakeError if a file of the
+    list is missing."""
+    paths = list(state.tails.values() if state.objects is None else state.objects)
+    for name in state.lists:
+        try:
+            paths += json.loads(read_file(archive, name))
+        except FileNotFoundError as error:
+            raise LakeError(f"archive {archive}: the file {error} is gone. Restore it from a copy.") from None
+    return paths
 
 
 def _traces(state: ArchiveState) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from itertools import chain, groupby, pairwise
 from typing import BinaryIO
 
@@ -176,6 +177,7 @@ class FilesTarget(Target):
         if objects is None:
             present_objects = archive.list_objects(self.root, merge.spec.name)
             objects = (*(item.path for item in present_objects), *old_state.tails.values())
+        present_paths = cache(partial(archive.object_paths, self.root, replace(old_state, objects=objects)))
         for load in merge.loads:
             chunks = self._chunks(load.name)
             if not all(archive.exist(self.root, [archive.load_path(load.name, chunk.file) for chunk in chunks])):
@@ -195,7 +197,7 @@ class FilesTarget(Target):
                 promise = Promise(item.path, (path,))
                 if tail is not None and item.first <= tail.last:
                     # A replay. Readers take an object within the range of another object for its shorter form.
-                    _refuse_overlap(item, objects)
+                    _refuse_overlap(item, present_paths())
                     promises[promise.path] = promise
                     continue
                 if tail is not None and tail.chunk == item.chunk:

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from zync_assets.cli.main import main
+from zync_assets.lake import archive
 from zync_assets.lake.quarantine_table import EVERYTHING, Selection
 from zync_assets.local.services import Services
 from zync_assets.runner import replay_all
@@ -252,6 +253,22 @@ def test_an_archive_takes_a_record_between_objects_and_refuses_one_within_an_obj
     assert CliRunner().invoke(main, reset).exit_code == 0
     assert archived(tmp_path) == {"0-2": [1, 2, 3]}
     assert passed.quarantine() == []
+
+
+@pytest.mark.slow
+def test_an_archive_of_many_objects_refuses_a_record_within_an_early_one(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state lists its last objects. A file has the others."""
+    monkeypatch.setattr(archive, "MOST_OBJECTS", 0)
+    sinks = "sinks:\n  - {name: keep, type: files, url: 'archive?format=jsonl', from: [Raw.$left]}\n"
+    passed = Passed(services, spark, tmp_path, unique, sinks)
+    passed.send(4)
+    passed.write()
+    passed.replay()
+    passed.write()
+    assert archived(tmp_path) == {"0-2": [1, 3], "3-3": [4]}
+    assert [offset for _, offset in passed.quarantine()] == [1]
 
 
 @pytest.mark.slow
