@@ -12,9 +12,10 @@ time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
+from itertools import groupby
 from typing import NamedTuple
 
 RANGE_SIZE = 1_000_000
@@ -181,3 +182,14 @@ def _end(pieces: Sequence[OffsetRange], slots: int) -> int:
 
 def _length(part: OffsetRange) -> int:
     return part.end - part.first
+
+
+def offset_parts(spots: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, list[int]]]:
+    """Places (partition, offset) as parts of one partition: the partition, and ``size`` offsets at the most.
+
+    >>> list(offset_parts([(0, 3), (1, 7), (0, 4), (0, 5)], 2))
+    [(0, [3, 4]), (0, [5]), (1, [7])]
+    """
+    for partition, group in groupby(sorted(spots), lambda spot: spot[0]):
+        offsets = [offset for _, offset in group]
+        yield from ((partition, offsets[at : at + size]) for at in range(0, len(offsets), size))

@@ -26,7 +26,7 @@ from zync_assets.errors import BadRecords, SinkError, TableUnfit, TargetRefused
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Sink
 from zync_assets.sinks.columns import FAILED, OFFSET, PARTITION, TIME, Layout
-from zync_assets.sinks.fold import comparable, fold_all
+from zync_assets.sinks.fold import fold_all, sorted_rows
 from zync_assets.sinks.plan import (
     REPLAYS,
     PlainSource,
@@ -384,9 +384,7 @@ class Search:
         records = self.rows.slice(first, end - first)
         layout = self.task.layout
         if layout.spec.mode == "upsert":
-            order = {name: comparable(records.column(name)) for name in [*layout.key_names, TIME, PARTITION, OFFSET]}
-            names = [(name, "ascending") for name in order]
-            records = records.take(pc.sort_indices(pa.table(order), names))
+            records = sorted_rows(records, [*layout.key_names, TIME, PARTITION, OFFSET])
         self.loads += 1
         positions, merge = self._merge_to(self._positions_at(end))
         self.count += self.target.apply(merge, f"{self.task.run}{self.loads}", loaded(layout, [records]))

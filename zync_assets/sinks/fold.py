@@ -189,6 +189,12 @@ def _begins(rows: pa.RecordBatch, keys: Sequence[str]) -> Mask:
     return begins
 
 
+def sorted_rows(rows: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
+    """The rows in the order of some columns."""
+    columns = {name: comparable(rows.column(name)) for name in names}
+    return rows.take(pc.sort_indices(pa.table(columns), [(name, "ascending") for name in columns]))
+
+
 def comparable(values: pa.Array) -> pa.Array:
     """The values of a key as Arrow can sort and compare them. Equal keys become equal values; the order may be another.
 

@@ -26,7 +26,8 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.columns import OFFSET, PARTITION, TIME, Layout
-from zync_assets.sinks.commit import in_tasks, loaded
+from zync_assets.sinks.commit import SEARCH_OFFSETS, in_tasks, loaded
+from zync_assets.sinks.fold import sorted_rows
 from zync_assets.sinks.plan import REPLAYS, SinkPlan, layout, plan_sink, reset_command, source_frame
 from zync_assets.sinks.target import BadRecord, Merge, Place, TableSpec, open_target
 from zync_assets.spark.session import Session, lazy_session
@@ -309,18 +310,48 @@ class ReplayTask:
 
 def _replay_task(task: ReplayTask, batches: Iterator[pa.RecordBatch]) -> dict[Spot, str | None]:
     """Place → why the record stays; None: it was written."""
-    target, reasons = open_target(task.sink), dict[Spot, str | None]()
+    again = Again(task)
     for batch in batches:
-        for index in range(batch.num_rows):
-            row = batch.slice(index, 1)
-            spot = row.column(PARTITION)[0].as_py(), row.column(OFFSET)[0].as_py()
-            if spot in task.reasons:
-                reasons[spot] = task.reasons[spot]
-                continue
-            try:
-                name = f"{task.run}r{spot[0]}_{spot[1]}"
-                target.apply(replace(task.merge, cured=(spot,)), name, loaded(task.layout, [row]))
-                reasons[spot] = None
-            except TargetRefused as error:
-                reasons[spot] = str(error)
-    return reasons
+        for first in range(0, batch.num_rows, SEARCH_OFFSETS):
+            again.apply(batch.slice(first, SEARCH_OFFSETS))
+    return again.reasons
+
+
+class Again:
+    """Applies refused records in order, in the largest parts that the target takes. A transaction writes a part, and takes it out
+    of quarantine."""
+
+    def __init__(self, task: ReplayTask) -> None:
+        self.task = task
+        self.target = open_target(task.sink)
+        self.reasons: dict[Spot, str | None] = {}
+        self.loads = 0
+
+    def apply(self, rows: pa.RecordBatch) -> None:
+        """Apply the records that are not too late."""
+        spots, reasons = _spots(rows), self.task.reasons
+        self.reasons |= {spot: reasons[spot] for spot in spots if spot in reasons}
+        self._write(rows.filter(pa.array([spot not in reasons for spot in spots], pa.bool_())))
+
+    def _write(self, rows: pa.RecordBatch) -> None:
+        if not rows.num_rows:
+            return
+        layout, spots = self.task.layout, _spots(rows)
+        keys = [*layout.key_names, TIME] if layout.spec.mode == "upsert" else []
+        self.loads += 1
+        try:
+            merge = replace(self.task.merge, cured=spots)
+            records = sorted_rows(rows, [*keys, PARTITION, OFFSET])
+            self.target.apply(merge, f"{self.task.run}r{self.loads}", loaded(layout, [records]))
+            self.reasons |= dict.fromkeys(spots)
+        except TargetRefused as error:
+            if len(spots) == 1:
+                self.reasons[spots[0]] = str(error)
+                return
+            middle = len(spots) // 2
+            self._write(rows.slice(0, middle))
+            self._write(rows.slice(middle))
+
+
+def _spots(rows: pa.RecordBatch) -> tuple[Spot, ...]:
+    return tuple(zip(rows.column(PARTITION).to_pylist(), rows.column(OFFSET).to_pylist(), strict=True))

@@ -21,6 +21,7 @@ from sqlalchemy.engine import Connection, Engine
 
 from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnavailable
+from zync_assets.offsets import offset_parts
 from zync_assets.pipeline import Evolve
 from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPDATE, UPSERT, inserted_names
 from zync_assets.sinks.sql_types import (
@@ -407,12 +408,11 @@ class SqlTarget(Target):
                     raise CommitConflict(f"{merge.place}: another run wrote first; run again") from None
             else:
                 connection.execute(sa.update(POSITIONS).where(*at, POSITIONS.c.partition == partition).values(**values))
-        for partition, offset in merge.cured:
-            conditions = (QUARANTINE.c.partition == partition, QUARANTINE.c.offset == offset)
+        for partition, offsets in offset_parts(merge.cured, 1_000):
+            conditions = (QUARANTINE.c.partition == partition, QUARANTINE.c.offset.in_(offsets))
             self.delete(connection, QUARANTINE, *at_place(QUARANTINE, merge.place), *conditions)
-        for record in merge.bad:
-            values = {"partition": record.partition, "offset": record.offset, "key": record.key, "error": record.error}
-            connection.execute(sa.insert(QUARANTINE).values(**names, **values))
+        if merge.bad:
+            connection.execute(sa.insert(QUARANTINE), [names | vars(record) for record in merge.bad])
 
     def _apply(self, connection: Connection, table: sa.Table, spec: TableSpec, load: LoadTable, number: int) -> None:
         """Apply the changes of a load table."""

@@ -7,12 +7,15 @@ import json
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 
 from zync_assets.cli.main import main
+from zync_assets.errors import TargetRefused
 from zync_assets.lake import archive
 from zync_assets.lake.quarantine_table import EVERYTHING, Selection
 from zync_assets.local.services import Services
@@ -20,6 +23,7 @@ from zync_assets.runner import replay_all
 from zync_assets.sinks import replay
 from zync_assets.sinks.replay import LATE, refused_records, wanted_from
 from zync_assets.sinks.steps import sink_all
+from zync_assets.sinks.target import Merge, Place, TableSpec
 from zync_assets_tests.mini import die, mini, run
 from zync_assets_tests.quarantine.test_replay import Late
 from zync_assets_tests.test_exactly_once import breaking
@@ -180,6 +184,32 @@ def test_a_refused_record_stays_and_is_tried_once(passed: Passed, caplog: pytest
     done = CliRunner().invoke(main, ["quarantine", "replay", str(passed.it.pipeline.path)])
     assert (done.exit_code, done.stdout) == (0, "2 replayed, 0 left\n")
     assert passed.sql(LOG) == [(1, 0), (3, 2), (2, 1)]
+
+
+def test_records_are_written_again_in_the_largest_parts_that_the_target_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[list[int]] = []
+
+    def apply(merge: Merge, name: str, rows: list[pa.RecordBatch]) -> None:
+        offsets = [offset for _, offset in merge.cured]
+        if 5 in offsets:
+            raise TargetRefused("no five")
+        parts.append(offsets)
+        assert rows[0].column(replay.OFFSET).to_pylist() == sorted(offsets, key=lambda offset: (offset % 2, offset))
+
+    monkeypatch.setattr(replay, "open_target", lambda _: SimpleNamespace(apply=apply))
+    monkeypatch.setattr(replay, "loaded", lambda _, batches: batches)
+    layout: Any = SimpleNamespace(key_names=["c0"], spec=SimpleNamespace(mode="upsert"))
+    sink: Any = None
+    merge = Merge(Place("p", "s", "Raw.t"), TableSpec("t", (), (), "upsert"), "", {}, {})
+    offsets = range(12)
+    columns = {"c0": [offset % 2 for offset in offsets], replay.TIME: offsets, replay.PARTITION: [0] * 12}
+    rows = pa.RecordBatch.from_pydict({**columns, replay.OFFSET: offsets})
+    again = replay.Again(replay.ReplayTask(sink, layout, "run", merge, {(0, 2): "too late"}))
+    again.apply(rows)
+    assert parts == [[0, 1], [3], [4], [6, 7, 8, 9, 10, 11]]
+    assert again.reasons.pop((0, 2)) == "too late"
+    assert again.reasons.pop((0, 5)) == "no five"
+    assert again.reasons == {(0, offset): None for offset in offsets if offset not in (2, 5)}
 
 
 @pytest.mark.slow
