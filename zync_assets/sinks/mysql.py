@@ -43,6 +43,7 @@ from zync_assets.sinks.mysql_types import (
     foreign_key_drops,
     holds,
     read_value,
+    refuse_large,
     signed_bits,
     stored_values,
 )
@@ -343,7 +344,9 @@ class MysqlTarget(SqlTarget):
             # PyMySQL joins the rows of such a statement into statements of many rows. The names have their percent signs twice.
             statement = f"INSERT INTO {quote.format_table(table)} ({names}) VALUES ({marks})"
             if batch.num_rows:
-                connection.exec_driver_sql(statement, list(zip(*columns, strict=True)))
+                values = list(zip(*columns, strict=True))
+                refuse_large(connection, statement, values, batch.nbytes)
+                connection.exec_driver_sql(statement, values)
 
     def upserts(
         self, table: sa.Table, rows: sa.Select[Any], key: Sequence[str], others: Sequence[str]

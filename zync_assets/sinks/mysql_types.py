@@ -53,6 +53,8 @@ AND unique_constraint_schema = coalesce(:schema, database()) AND @@foreign_key_c
 """)
 """The foreign keys by which the deletes of a table delete or change rows of other tables."""
 TEXTS = tuple(of for of, _ in _LENGTHS)
+_HEADER_BYTES = 64
+"""More than a packet has beside its statement."""
 
 
 def holds(existing: SqlType, column: Column) -> bool:
@@ -225,3 +227,20 @@ def foreign_key_drops(connection: Connection, spec: TableSpec) -> list[str]:
     keys = connection.execute(_CASCADES, {"name": name, "schema": schema}).all()
     drops = [f"ALTER TABLE {quote(s)}.{quote(table)} DROP FOREIGN KEY {quote(key)};" for s, table, key in keys]
     return [with_single_percents(item, connection.dialect) for item in drops]
+
+
+def refuse_large(connection: Connection, statement: str, rows: Sequence[tuple[Any, ...]], size: int) -> None:
+    """TargetRefused for a row whose statement is longer than the server takes. It would end the connection, as an outage does.
+    ``size``: the bytes of the rows before they are texts."""
+    limit = int(connection.exec_driver_sql("SELECT @@max_allowed_packet").scalar_one())
+    # To write the statements takes as long as to send them. An escaped byte is two, and a number may have 20 digits.
+    if 4 * size < limit:
+        return
+    driver: Any = connection.connection.driver_connection
+    with driver.cursor() as cursor:
+        for row in rows:
+            length = len(cursor.mogrify(statement, row).encode(errors="surrogateescape")) + _HEADER_BYTES
+            if length > limit:
+                raise TargetRefused(
+                    f"the record's statement has {length} bytes, and the server's max_allowed_packet is {limit}. Raise it there"
+                )

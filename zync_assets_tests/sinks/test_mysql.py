@@ -401,6 +401,24 @@ def test_the_least_rights_are_enough(server: Server, database: str) -> None:
     assert server.run(database, "SELECT * FROM `rows`") == [(2, "B")]
 
 
+def test_a_record_that_is_longer_than_a_packet_is_refused_and_no_outage(server: Server, database: str) -> None:
+    server.run(database, "SET GLOBAL max_allowed_packet = 1048576")
+    try:
+        target, table = MysqlTarget(server.url(database)), spec(id=pa.int64(), v=pa.string(), b=pa.binary())
+        target.prepare(table, create=True, evolve="none")
+        # The texts grow by their escapes. The statement has some bytes beside them.
+        apply(target, table, [one(1, {"v": "x" * 1_048_300}), one(2, {"b": b"\0" * 524_000})])
+        for record in (one(3, {"v": "'" * 524_280}), one(4, {"b": b"\0" * 524_280}), one(5, {"v": "é" * 524_280})):
+            with pytest.raises(TargetRefused, match="max_allowed_packet is 1048576"):
+                apply(target, table, [record])
+    finally:
+        server.run(database, "SET GLOBAL max_allowed_packet = 16777216")
+    assert server.run(database, "SELECT id, length(v), length(b) FROM `rows`") == [
+        (1, 1_048_300, None),
+        (2, None, 524_000),
+    ]
+
+
 def test_a_server_that_is_set_to_read_only_is_an_outage_with_its_cure(server: Server, database: str) -> None:
     user, table = f"u{database}"[:30], spec(id=pa.int64(), name=pa.string())
     server.run(database, f"CREATE USER {user}@'127.0.0.1'", f"GRANT ALL ON {database}.* TO {user}@'127.0.0.1'")
