@@ -81,8 +81,8 @@ _LOCK_SPACE = 0x7A796E63
 """The first number of the advisory locks of runs: ``zync`` in ASCII."""
 _PASSING = ("08", "53", "57", "58", "40", "55P", "55006")
 """How SQLSTATEs of outages begin: connection, resources, operator, system, rollback by a deadlock, locks, object in use."""
-_REFUSALS = ("22", "23", "44", "P0")
-"""Classes of SQLSTATE: data, integrity, WITH CHECK OPTION, an error of a trigger."""
+_REFUSALS = ("22", "23", "44", "P0", "54000", "54001")
+"""How SQLSTATEs of refusals begin: data, integrity, WITH CHECK OPTION, an error of a trigger, too long for an index, too deep."""
 _LOCKED = "55P03"
 _UNREAD = ("42", "XX000")
 """SQLSTATEs of input functions that have no class of data, as those of ltree and hstore."""
@@ -167,7 +167,7 @@ class PostgresTarget(SqlTarget):
             return TableLocked
         if state.startswith(_PASSING) and lasting_cure(error, self.engine().url) is None:
             return TargetUnavailable
-        return TargetRefused if state[:2] in _REFUSALS or _is_unread(error) else SinkError
+        return TargetRefused if state.startswith(_REFUSALS) or _is_unread(error) else SinkError
 
     def error_text(self, error: exc.DBAPIError) -> str:
         """The message without the name and the line of a load table, and without the statement that met a lock."""

@@ -100,6 +100,28 @@ def test_a_key_with_a_character_that_postgres_lacks_is_put_aside(
     assert (key, "0x00" in error) == ("id=a\\0b", True)
 
 
+def test_a_key_that_is_too_long_for_its_index_is_put_aside(
+    server: Postgres, database: str, services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, TEXTS.replace("URL", url(server, database)))
+    long_key = "".join(map(str, range(4_000)))
+    it.send(it.left, {"id": "a", "v": "x"}, {"id": long_key, "v": "x"}, {"id": "c", "v": "y"})
+    it.ingest()
+    (made,) = sink_all(it.pipeline, lambda: spark)
+    assert (made.records, made.quarantined) == (2, 1)
+    assert server.run(database, "SELECT * FROM rows") == [("a", "x"), ("c", "y")]
+    ((error,),) = server.run(database, "SELECT error FROM zync_quarantine")
+    assert "index row" in error
+
+
+def test_a_json_that_is_too_deep_is_refused(server: Postgres, database: str) -> None:
+    server.run(database, "CREATE TABLE rows (id bigint PRIMARY KEY, v jsonb)")
+    target, table = PostgresTarget(url(server, database)), spec(id=pa.int64(), v=pa.string())
+    target.prepare(table, create=False, evolve="none")
+    with pytest.raises(TargetRefused, match="stack depth limit exceeded"):
+        apply(target, table, [one(1, {"v": "[" * 100_000 + "]" * 100_000})])
+
+
 NESTED_KEYS = """
 inputs:
   - {topic: $left, pool: Raw, key-format: json, key-schema: "tags array<string>, place struct<a: bigint, b: string>",
