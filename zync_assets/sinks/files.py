@@ -9,6 +9,7 @@ the records these names.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -154,6 +155,14 @@ class FilesTarget(Target):
         return bounds[0], bounds[-1], count
 
     # ---- the merge
+
+    def apply(self, merge: Merge, name: str, rows: Iterator[pa.RecordBatch]) -> int:
+        # Records of a replay mostly lie within an object. They are refused before anything is written.
+        if merge.cured:
+            with _lake_errors():
+                paths = archive.object_paths(self.root, archive.open_state(self.root, _name(merge.place)))
+            _refuse_within(merge, paths)
+        return super().apply(merge, name, rows)
 
     def merge(self, merge: Merge) -> None:
         place = _name(merge.place)
@@ -342,10 +351,26 @@ def _refuse_overlap(item: ArchiveObject, paths: Sequence[str]) -> None:
         if (other.topic, other.partition) == (item.topic, item.partition) and (
             other.first <= item.last and item.first <= other.last
         ):
-            raise TargetRefused(
-                f"the object {other.path} has the offsets around the record. To have the record in the archive, load the table"
-                " again with --reset"
-            )
+            raise _overlap(other)
+
+
+def _refuse_within(merge: Merge, paths: Sequence[str]) -> None:
+    """TargetRefused if a record that leaves quarantine lies in the range of an object of the topic."""
+    others = [item for path in paths if (item := archive.parse_object(path)) is not None]
+    objects = sorted(
+        (item for item in others if item.topic == merge.spec.name), key=lambda item: (item.partition, item.first)
+    )
+    for partition, offset in merge.cured:
+        at = bisect_right(objects, (partition, offset), key=lambda item: (item.partition, item.first)) - 1
+        if at >= 0 and objects[at].partition == partition and offset <= objects[at].last:
+            raise _overlap(objects[at])
+
+
+def _overlap(item: ArchiveObject) -> TargetRefused:
+    return TargetRefused(
+        f"the object {item.path} has the offsets around the record. To have the record in the archive, load the table again with"
+        " --reset"
+    )
 
 
 def _version(state: ArchiveState) -> int:
