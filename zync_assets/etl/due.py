@@ -9,7 +9,7 @@ overdue   The record may expire in the batch. All pending records of its group a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,15 +18,18 @@ import pyarrow as pa
 from zync_assets.codecs.arrays import pc
 from zync_assets.etl import ledger, lookups
 from zync_assets.etl.batch import Transform
-from zync_assets.etl.failures import NONE
+from zync_assets.etl.failures import NONE, Failures
+from zync_assets.etl.result_checks import refuse_many
 from zync_assets.etl.retries import ClassRange
 from zync_assets.etl.rules.shapes import has_schema
 from zync_assets.etl.views.changes import record_rows
-from zync_assets.etl.views.tables import table_of, table_type
+from zync_assets.etl.views.failures import row_checks, table_failures
+from zync_assets.etl.views.tables import TableType, table_of, table_type
 from zync_assets.lake import raw
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Rule
 from zync_assets.queries import Lookup
+from zync_assets.spark.failures import spark_errors
 from zync_assets.spark.sql import text_sql
 
 
@@ -80,16 +83,35 @@ def _arrivals_of_rule(transform: Transform, state: StagingState, rule: Rule, ite
         # The records wait for a schema, and go through the rules again when it is there.
         return
     types = lookups.key_types(rule, {**sides, **rows})[rule.lookups.index(item)]
-    topic, table = next(side.topic for side in rule.sides if side.name == item.side), item.table.topic
-    kind = table_type(table_of(item.table), transform.rows[table], state)
-    table_rows = record_rows(kind, transform.stage(NONE).records(table), transform.ordering)
-    table_rows = table_rows.where("row IS NOT NULL").selectExpr(lookups.row_sql(rule, item, kind.state_row))
+    topic = next(side.topic for side in rule.sides if side.name == item.side)
+    kind = table_type(table_of(item.table), transform.rows[item.table.topic], state)
     hash_column = lookups.waiting_hash(item, lookups.row_keys(item, types), types)
-    hashes = table_rows.selectExpr(f"{hash_column} AS hash").where("hash IS NOT NULL").distinct()
     names = f"{text_sql(rule.name)} AS rule", f"{text_sql(topic)} AS topic"
-    wanted_keys = hashes.selectExpr(*names, "hash").toArrow().cast(ledger.WANTED)
+    wanted_keys = _hashes(transform, rule, item, kind, hash_column, names)
     places = ledger.look_up(state, wanted_keys)
     yield from _ranges(rule, ledger.search(state, wanted_keys) if places is None else places)
+
+
+def _hashes(
+    transform: Transform, rule: Rule, item: Lookup, kind: TableType, hash_column: str, names: Sequence[str]
+) -> pa.Table:
+    """The hashes of the batch's rows, with ``names``. A record that fails in its table brings no row: the batch finds it too."""
+    topic, failures = item.table.topic, NONE
+    while True:
+        records = transform.stage(failures).records(topic)
+        rows = record_rows(kind, records, transform.ordering).where("row IS NOT NULL")
+        rows = rows.selectExpr(lookups.row_sql(rule, item, kind.state_row))
+        hashes = rows.selectExpr(f"{hash_column} AS hash").where("hash IS NOT NULL").distinct()
+        try:
+            return hashes.selectExpr(*names, "hash").toArrow().cast(ledger.WANTED)
+        except spark_errors():
+            name = kind.table.name
+            checks = row_checks(transform.spark, [rule], {name: kind})
+            failure_by_place = table_failures(transform.spark, {name: (kind, records)}, checks)
+            if not failure_by_place:
+                raise
+            failures = Failures({**failures.found, **failure_by_place})
+            refuse_many(transform.plan, failures.found)
 
 
 def _expiries(transform: Transform, oldest: dict[str, int]) -> Iterator[ClassRange]:

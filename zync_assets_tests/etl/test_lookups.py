@@ -64,3 +64,41 @@ transforms:
     it.send(it.left, row(1, "ANN"), row(2, "Eve"))
     it.step()
     assert it.values() == [{"id": 1, "c": 7}, {"id": 2, "c": None}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ("table: $right, on: CAST(c.v AS INT) = in.value.id", "lookup.c.on: CAST(c.v AS INT): ["),
+        ('table: $right, row: "struct(value.id AS id, CAST(value.v AS INT) AS v)", on: c.v = in.value.id', "row: ["),
+    ],
+    ids=["on", "row"],
+)
+@pytest.mark.parametrize("missing", ["wait", "quarantine"])
+def test_a_record_that_makes_no_row_stops_no_event(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, missing: Missing, table: str, reason: str
+) -> None:
+    """An event waits when the record comes, which is then in quarantine. Later events and rows come through."""
+    rules = f"""
+transforms:
+  - type: stateless
+    in: $left
+    lookup: {{c: {{{table}, missing: {missing}}}}}
+    out: $out
+    key: in.key
+    value: {{id: in.value.id, c: c.id}}
+"""
+    it = mini(services, spark, tmp_path, unique, BOTH + rules)
+    it.send(it.right, row(7, "1"))
+    it.send(it.left, row(1), row(2))
+    it.step()
+    it.send(it.right, ("k1", row(8, "two")), ("k2", row(9, "3")))
+    it.step()
+    assert it.classes(it.right) == {"done": 2, "quarantined": 1}
+    assert [entry["text"].startswith(reason) for entry in it.ledger("quarantined")].count(True) == 1
+    it.send(it.left, row(3))
+    it.send(it.right, ("k1", row(8, "2")))
+    it.step()
+    found = [(1, 7), (2, 8), (3, 9)] if missing == "wait" else [(1, 7), (3, 9)]
+    assert sorted((value["id"], value["c"]) for value in it.values()) == found

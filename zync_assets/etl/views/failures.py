@@ -88,13 +88,18 @@ class RowCheck(NamedTuple):
 
 
 def row_checks(spark: SparkSession, rules: Sequence[Rule], kinds: Mapping[str, TableType]) -> dict[str, list[RowCheck]]:
-    """Name of a table → the expressions in joins and keys of views that may fail on its rows alone.
+    """Name of a table → the expressions in joins and keys of views, and in look-ups, that may fail on its rows alone.
 
     A batch computes these expressions for each new row. A join computes them only if the other side has rows. A row on which an
     expression fails would get into the state, and stop a later batch. ``kinds``: the types of tables, by name.
     """
     checks = defaultdict[str, list[RowCheck]](list)
     for rule in rules:
+        for item in rule.lookups:
+            name = table_of(item.table).name
+            for _, sql in item.on if name in kinds else ():
+                if plain_field(kinds[name].state_row, sql, item.alias) is None:
+                    checks[name].append(RowCheck(rule.name, item.alias, f"lookup.{item.alias}.on", sql, f"({sql})"))
         names = {item.alias: table_of(item).name for item in rule.tables} if rule.view is not None else {}
         if names and kinds.keys() >= {*names.values()}:
             kinds_by_alias = {alias: kinds[name] for alias, name in names.items()}
