@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from zync_assets.etl.views.query import (
     same_sql,
 )
 from zync_assets.etl.views.tables import null_sql
-from zync_assets.spark.sql import json_sql, name_sql, text_sql
+from zync_assets.spark.sql import json_sql, name_sql, shape_sql, text_sql
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -123,19 +122,34 @@ def outputs(query: Query, index: int, differing_rows: DataFrame, target: OutputC
     )
 
 
+def blamed_order(query: Query, sql: str) -> str:
+    """ORD of the record because of which an expression fails on a joined row: of the row that the expression names alone, if the
+    batch changes that row; else of the last record."""
+    owners = query.owners(sql)
+    if len(owners) != 1:
+        return query.order_sql
+    return f"coalesce({ORD}_{query.aliases.index(next(iter(owners)))}, {query.order_sql})"
+
+
 def keyless_failures(
-    query: Query, frames: Sequence[DataFrame], kind: DataType, ordering: Ordering
+    query: Query, joined_rows: DataFrame, rows: DataFrame, kind: DataType, ordering: Ordering
 ) -> dict[Place, Failure]:
-    """The records that complete result rows with a null key. ``frames``: rows with KEY, of the type ``kind``, and ORD. The first
-    frame with such records counts.
+    """The records that complete result rows with a null key. ``joined_rows``: as in ``Query.joined``; ``rows``: the differing
+    rows, which count if no record of the batch is among the joined ones. ``kind``: the type of the key.
 
     Raises EtlError if there is none.
     """
     topics = {place: topic for topic, place in ordering.places.items()}
-    for frame in frames:
-        rows = frame.where(f"({null_sql(KEY, kind)}) AND {ORD} IS NOT NULL")
+    blamed = " ".join(f"WHEN ({sql}) IS NULL THEN {blamed_order(query, sql)}" for sql in query.key_leaves)
+    # A row whose value is null is not in the result.
+    has_value = "true" if query.groups else f"({shape_sql(query.rule.value)}) IS NOT NULL"
+    joined_rows = joined_rows.where(f"{V} = 1 AND {has_value}").selectExpr(
+        f"{shape_sql(query.rule.key)} AS {KEY}", f"CASE {blamed} ELSE {query.order_sql} END AS {ORD}"
+    )
+    for frame in (joined_rows, rows):
+        keyless_rows = frame.where(f"({null_sql(KEY, kind)}) AND {ORD} IS NOT NULL")
         columns = (f"{ORD}.{name}" for name in ("place", "partition", "offset"))
-        places = rows.selectExpr(*columns).distinct().limit(MOST_FAILURES + 1).collect()
+        places = keyless_rows.selectExpr(*columns).distinct().limit(MOST_FAILURES + 1).collect()
         record_places = [(topics[row["place"]], row["partition"], row["offset"]) for row in places]
         if record_places:
             reason = "key: the key of the view, or a part of it, is null"

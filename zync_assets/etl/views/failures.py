@@ -17,6 +17,7 @@ from zync_assets.errors import EtlError
 from zync_assets.etl.failures import MOST_FAILURES, Failure, Place
 from zync_assets.etl.rules.kind import Ordering
 from zync_assets.etl.rules.shapes import made_sql, type_sql
+from zync_assets.etl.views.differences import blamed_order
 from zync_assets.etl.views.maintenance import Maintenance
 from zync_assets.etl.views.query import KEY, ORD, Query, V
 from zync_assets.etl.views.state_index import plain_field
@@ -327,7 +328,7 @@ def _joined_failures(maintenance: Maintenance, joined_rows: DataFrame) -> dict[P
     expressions = list(_expressions(maintenance))
     guards = [] if where is None else [_Expression("where", where, fails(f"({where})"))]
     blamed = " ".join(
-        f"WHEN {at} THEN {_blamed_order(maintenance, item.sql)}" for at, item in enumerate([*guards, *expressions])
+        f"WHEN {at} THEN {blamed_order(query, item.sql)}" for at, item in enumerate([*guards, *expressions])
     )
     number = _number([*guards, *expressions], guard=where)
     rows = joined_rows.selectExpr("*", f"{number} AS failed").selectExpr("*", f"CASE failed {blamed} END AS blamed")
@@ -405,14 +406,6 @@ def _expressions(maintenance: Maintenance) -> Iterator[_Expression]:
             continue
         for _, inner in aggregated(sql):
             yield _Expression(path, sql, fails(f"({inner})"), f"({inner})")
-
-
-def _blamed_order(maintenance: Maintenance, sql: str) -> str:
-    """ORD of the record because of which an expression fails on a joined row."""
-    owners = maintenance.query.owners(sql)
-    if len(owners) != 1:
-        return maintenance.query.order_sql
-    return f"coalesce({ORD}_{maintenance.query.aliases.index(next(iter(owners)))}, {maintenance.query.order_sql})"
 
 
 def _number(expressions: Sequence[_Expression], guard: str | None = None) -> str:

@@ -105,8 +105,7 @@ class Maintenance:
             keyless = null_sql(KEY, self.types[0])
             [row] = rows.selectExpr("count(*) AS count", f"count_if({keyless}) AS keyless").collect()
             if row["keyless"]:
-                results = query.results(joined_rows).where(f"{V} = 1")
-                raise RowFailures(keyless_failures(query, (results, rows), self.types[0], self.ordering))
+                raise RowFailures(keyless_failures(query, joined_rows, rows, self.types[0], self.ordering))
         return outputs(query, self.index, rows, target, columns) if row["count"] or self.fresh else None
 
     def joined(self, *, where: bool = True) -> DataFrame | None:

@@ -230,3 +230,16 @@ def test_a_row_of_before_the_view_that_a_join_fails_on_is_named(
         it.etl()
     with pytest.raises(EtlError, match=rf"The row is of an earlier record: topic {it.left}, partition 0, offset 1"):
         list(rebuild_all(it.pipeline, lambda: spark, "views"))
+
+
+@pytest.mark.slow
+def test_a_null_in_the_key_costs_the_record_that_has_it_and_no_record_beside_it(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """The last record of a joined row has no part in the key. A row without a value is in no result, whatever its key."""
+    it = made(services, spark, tmp_path, unique, "CASE WHEN t.id < 9 THEN struct(u.name AS name) END", key="t.size")
+    it.send(it.left, row(1, "a", 1), ('{"id": 2}', {"id": 2, "of": 1}), ('{"id": 9}', {"id": 9, "of": 2}))
+    it.send(it.right, name(1, "Ann"), name(2, "Bob"), times=[1_750_000_000_000] * 2)
+    it.step()
+    assert {row["key"]["id"]: row["value"] for row in it.staged()} == {"a": {"name": "Ann"}}
+    assert [at[:2] for at in reasons(it)] == [(it.left, 1)]
