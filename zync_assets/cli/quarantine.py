@@ -38,8 +38,8 @@ from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file import load
 from zync_assets.quarantine.replay import ReplayCommit
 from zync_assets.runner import drop_all, replay_all
-from zync_assets.sinks.replay import RefusedRecord, drop_refused, refused_records, replay_refused
-from zync_assets.sinks.steps import sink_replays
+from zync_assets.sinks.replay import RefusedRecord, drop_refused, refused_records
+from zync_assets.sinks.steps import replay_refused, sink_replays
 from zync_assets.spark.session import spark_session
 
 COLUMNS = ("pool", "topic", "partition", "offset", "time", "stage", "rule", "error")

@@ -9,31 +9,33 @@ puts the record into the sink's quarantine, and counts the replay. From there it
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from typing import TypeVar
 
 import pyarrow as pa
 
 from zync_assets.conflicts import retried
 from zync_assets.crashes import crash_point
-from zync_assets.errors import TargetRefused
+from zync_assets.errors import TableUnfit, TargetRefused
 from zync_assets.lake import raw
 from zync_assets.lake.check_results import count_text
 from zync_assets.lake.quarantine_table import Selection
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.snapshot import Snapshot
-from zync_assets.offsets import OffsetRange, place_text
+from zync_assets.offsets import OffsetRange, place_text, subtract
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
-from zync_assets.sinks.columns import OFFSET, PARTITION, TIME, Layout
-from zync_assets.sinks.commit import SEARCH_OFFSETS, in_tasks, loaded
+from zync_assets.sinks.columns import IS_DELETE, OFFSET, PARTITION, TIME, Layout, SourceColumn
+from zync_assets.sinks.commit import SEARCH_OFFSETS, in_tasks, loaded, prepare_table
 from zync_assets.sinks.fold import sorted_rows
-from zync_assets.sinks.plan import REPLAYS, SinkPlan, layout, plan_sink, reset_command, source_frame
+from zync_assets.sinks.plan import REPLAYS, SinkBatch, SinkPlan, layout, plan_sink, reset_command, source_frame
 from zync_assets.sinks.target import BadRecord, Merge, Place, TableSpec, open_target
-from zync_assets.spark.session import Session, lazy_session
+from zync_assets.spark.session import Session
 from zync_assets.spark.tasks import search_settings
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 OVERTAKEN = "a later record of its key has been written, and nothing was changed; drop it"
 
@@ -58,6 +60,10 @@ class RefusedRecord:
     table: SinkTable
     bad: BadRecord
 
+    @property
+    def spot(self) -> Spot:
+        return self.bad.partition, self.bad.offset
+
     def __str__(self) -> str:
         place = place_text(self.table.topic, self.bad.partition, self.bad.offset)
         return f"{place}, sink {self.sink.name}/{self.table.name},"
@@ -66,31 +72,25 @@ class RefusedRecord:
 def refused_records(pipeline: Pipeline, selection: Selection) -> Iterator[RefusedRecord]:
     """The records that targets refused. Raises TargetUnavailable."""
     for plan in _plans(pipeline, selection):
-        for record in _chosen_records(plan, selection):
+        for record in chosen_records(plan, selection):
             yield RefusedRecord(plan.sink, plan.table, record)
 
 
-def replay_refused(pipeline: Pipeline, session: Session, selection: Selection) -> tuple[int, dict[str, str]]:
-    """Write refused records again: the number that was written, and record → why it stays."""
-    count, reason_by_record, session = 0, dict[str, str](), lazy_session(session)
-    for plan in _plans(pipeline, selection):
-        if records := _chosen_records(plan, selection):
-            read = partial(plan_sink, pipeline, plan.sink, plan.table)
-            with search_settings(session()):
-                reasons = retried(read, lambda new: _replay(new, session, _chosen_records(new, selection)), first=plan)
-            count += len(records) - len(reasons)
-            by_spot = {(item.partition, item.offset): item for item in records}
-            reason_by_record |= {
-                str(RefusedRecord(plan.sink, plan.table, by_spot[at])): text for at, text in reasons.items()
-            }
-    return count, reason_by_record
+def write_refused(batch: SinkBatch, selection: Selection) -> dict[Spot, str]:
+    """Write the selected refused records of a table again: place → why the record stays. Raises CommitConflict."""
+    records = chosen_records(batch.plan, selection)
+    if not records:
+        return {}
+    _prepare(batch)
+    with search_settings(batch.spark):
+        return _replay(batch.plan, batch.session, records)
 
 
 def drop_refused(pipeline: Pipeline, selection: Selection) -> int:
     """Give up refused records; returns their number. Needs no JVM."""
 
     def drop(plan: SinkPlan) -> int:
-        spots = tuple((item.partition, item.offset) for item in _chosen_records(plan, selection))
+        spots = tuple((item.partition, item.offset) for item in chosen_records(plan, selection))
         if spots:
             plan.target().merge(_merge(plan, spots))
         return len(spots)
@@ -154,7 +154,7 @@ def late_records(plan: SinkPlan) -> list[BadRecord]:
     return [item for item in plan.progress.bad if item.error == LATE and (plan.place, item) not in _tries]
 
 
-def write_late(plan: SinkPlan, session: Session) -> SinkPlan:
+def _write_late(plan: SinkPlan, session: Session) -> SinkPlan:
     """Write the late records in a sink's quarantine; the plan with the new progress. Raises CommitConflict.
 
     A record that a later record of its key has overtaken is given up. A record that the target refuses stays in quarantine.
@@ -185,6 +185,15 @@ def write_late(plan: SinkPlan, session: Session) -> SinkPlan:
     return replace(plan, progress=replace(plan.progress, bad=bad_records))
 
 
+def write_replays(batch: SinkBatch) -> SinkBatch:
+    """Write the raw records of replays that the sink has passed; the batch with the new progress. Raises CommitConflict."""
+    batch = replace(batch, plan=note_late(batch.plan))
+    if not late_records(batch.plan):
+        return batch
+    _prepare(batch)
+    return replace(batch, plan=_write_late(batch.plan, batch.session))
+
+
 def wanted_from(pipeline: Pipeline, topic: str) -> dict[int, int]:
     """Partition → the first offset of a raw table that a sink may still want. A sink wants unwritten and refused records, and
     every record before its first batch. Retention keeps records of replays anyway. Raises TargetUnavailable."""
@@ -205,15 +214,20 @@ def wanted_from(pipeline: Pipeline, topic: str) -> dict[int, int]:
 
 
 def _plans(pipeline: Pipeline, selection: Selection) -> Iterator[SinkPlan]:
+    return (plan_sink(pipeline, sink, table) for sink, table in chosen_tables(pipeline, selection))
+
+
+def chosen_tables(pipeline: Pipeline, selection: Selection) -> Iterator[tuple[Sink, SinkTable]]:
+    """The sinks and tables that may have selected records."""
     for sink in pipeline.sinks:
-        if selection.sinks and sink.name not in selection.sinks:
-            continue
-        for table in sink.tables:
-            if not selection.topics or table.topic in selection.topics:
-                yield plan_sink(pipeline, sink, table)
+        if not selection.sinks or sink.name in selection.sinks:
+            yield from (
+                (sink, table) for table in sink.tables if not selection.topics or table.topic in selection.topics
+            )
 
 
-def _chosen_records(plan: SinkPlan, selection: Selection) -> list[BadRecord]:
+def chosen_records(plan: SinkPlan, selection: Selection) -> list[BadRecord]:
+    """The selected records in the quarantine of a table, in order."""
     records = [
         record for record in plan.progress.bad if selection.takes(plan.table.topic, record.partition, record.offset)
     ]
@@ -355,3 +369,61 @@ class Again:
 
 def _spots(rows: pa.RecordBatch) -> tuple[Spot, ...]:
     return tuple(zip(rows.column(PARTITION).to_pylist(), rows.column(OFFSET).to_pylist(), strict=True))
+
+
+def evolving(batch: SinkBatch, work: Callable[[bool], T]) -> T:
+    """The result of ``work(evolves)``, which may change the table only after a look for values that the change would lose."""
+    try:
+        return work(False)
+    except TableUnfit as error:
+        _refuse_lost_values(batch, error)
+        return work(True)
+
+
+def _prepare(batch: SinkBatch) -> None:
+    """Change the table to fit: a refused record may have a column that the table lacks. Raises TableUnfit."""
+    plan, target, spec = batch.plan, batch.plan.target(), batch.layout().spec
+    with target.session():
+        evolving(batch, lambda evolves: prepare_table(target, plan, spec, evolves=evolves))
+
+
+def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:
+    """TableUnfit if the table lacks a column that written records have values for: another program dropped or renamed the
+    column. A new column would be empty in the rows of these records."""
+    plan = batch.plan
+    if not error.missing:
+        return
+    table_layout = batch.layout()
+    passed_ranges = [
+        OffsetRange(partition, min(plan.starts.get(partition, 0), next_offset), next_offset)
+        for partition, next_offset in sorted(plan.progress.next.items())
+    ]
+    refusals = [OffsetRange(item.partition, item.offset, item.offset + 1) for item in plan.progress.bad]
+    ranges = tuple(subtract(passed_ranges, refusals))
+    with search_settings(batch.spark):
+        # The default of a field that came later is no value of a record.
+        own_columns = tuple(replace(item, default=None) for item in table_layout.columns)
+        frame = source_frame(batch.spark, plan, replace(table_layout, columns=own_columns), ranges, guarded=True)
+        # A column that a function of the user adds is in no record.
+        conditions = {item.column.name: _has_value(at, item) for at, item in enumerate(table_layout.columns)}
+        missing = [name for name in error.missing if name in conditions]
+        lost = [name for name in missing if frame.where(conditions[name]).limit(1).count()]
+    if not lost:
+        return
+    values = f"records that are written already have values for {', '.join(lost)}"
+    if plan.sink.evolve == "none":
+        raise TableUnfit(f"{error}\nLoad it from the start after this DDL too: {values}.") from None
+    names = ", ".join(lost)
+    raise TableUnfit(
+        f"table {plan.table.name}: {names} is missing, and {values}. Put it back with its values, or load the table again:"
+        f" {reset_command(plan)}"
+    ) from None
+
+
+def _has_value(number: int, item: SourceColumn) -> str:
+    """Whether a record has a value for the column, as SQL over a source's frame. A new column would have its default in place of
+    a null, too."""
+    has_value = f"c{number} IS NOT NULL"
+    if item.column.default is None or item.unset is None:
+        return has_value
+    return f"{has_value} OR NOT (u{number} OR coalesce({IS_DELETE}, true))"

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -23,16 +23,16 @@ from zync_assets.errors import (
     DataLoss,
     SinkError,
     TableLocked,
-    TableUnfit,
     TargetRefused,
     TargetUnavailable,
     ZyncError,
 )
 from zync_assets.lake import raw, staging
-from zync_assets.offsets import OffsetRange, offset_count, subtract
+from zync_assets.lake.quarantine_table import Selection
+from zync_assets.offsets import offset_count
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
-from zync_assets.sinks.columns import IS_DELETE, Layout, SourceColumn
-from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, check_table, commit_sink, prepare_table
+from zync_assets.sinks.columns import Layout
+from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, check_table, commit_sink
 from zync_assets.sinks.plan import (
     BATCH_OFFSETS,
     SinkBatch,
@@ -41,14 +41,19 @@ from zync_assets.sinks.plan import (
     place_of,
     plan_sink,
     read_source,
-    reset_command,
-    source_frame,
     writers,
 )
-from zync_assets.sinks.replay import late_records, note_late, wanted_from, write_late
+from zync_assets.sinks.replay import (
+    RefusedRecord,
+    chosen_records,
+    chosen_tables,
+    evolving,
+    wanted_from,
+    write_refused,
+    write_replays,
+)
 from zync_assets.sinks.target import OUTAGE_CURE, Merge, Place, open_target
-from zync_assets.spark.session import Session
-from zync_assets.spark.tasks import search_settings
+from zync_assets.spark.session import Session, lazy_session
 
 OUTAGES = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds to wait before a sink tries again, outage by outage. Then the step ends."""
@@ -261,7 +266,7 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
             _warn_of_removed_records(batch.plan)
             _warn_of_changing_key(batch.plan)
             _warn_of_scattered_key(batch.plan)
-            return _evolving(batch, lambda evolves: commit_sink(batch, evolves=evolves))
+            return evolving(batch, lambda evolves: commit_sink(batch, evolves=evolves))
         if batch.plan.place not in _cleaned_places:
             # Without a batch, nothing else finds that the table is missing. A process looks once: each look asks the target.
             check_table(batch.plan)
@@ -270,31 +275,26 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
     return retried(read, commit, first=first)
 
 
-def _evolving(batch: SinkBatch, work: Callable[[bool], T]) -> T:
-    """The result of ``work(evolves)``, which may change the table only after a look for values that the change would lose."""
-    try:
-        return work(False)
-    except TableUnfit as error:
-        _refuse_lost_values(batch, error)
-        return work(True)
-
-
-def write_replays(batch: SinkBatch) -> SinkBatch:
-    """Write the raw records of replays that the sink has passed; the batch with the new progress. Raises CommitConflict."""
-    batch = replace(batch, plan=note_late(batch.plan))
-    if not late_records(batch.plan):
-        return batch
-    plan, target, spec = batch.plan, batch.plan.target(), batch.layout().spec
-    with target.session():  # a replay may bring a column that the table lacks
-        _evolving(batch, lambda evolves: prepare_table(target, plan, spec, evolves=evolves))
-    return replace(batch, plan=write_late(batch.plan, batch.session))
-
-
 def sink_replays(pipeline: Pipeline, session: Session, topics: Collection[str]) -> None:
     """Write the raw records of some topics that replays brought after the sinks had passed them, and no other record."""
     for sink, table in (place for topic in topics for place in pipeline.raw_sinks(topic)):
         with remedies(sink.name, table.name):
             retried(partial(read_sink, pipeline, session, sink.name, table.name), write_replays)
+
+
+def replay_refused(pipeline: Pipeline, session: Session, selection: Selection) -> tuple[int, dict[str, str]]:
+    """Write refused records again: the number that was written, and record → why it stays."""
+    count, reason_by_record, session = 0, dict[str, str](), lazy_session(session)
+    for sink, table in chosen_tables(pipeline, selection):
+        read = partial(read_sink, pipeline, session, sink.name, table.name)
+        with remedies(sink.name, table.name):
+            first = read()
+            if records := chosen_records(first.plan, selection):
+                reasons = retried(read, partial(write_refused, selection=selection), first=first)
+                count += len(records) - len(reasons)
+                refused = [RefusedRecord(sink, table, item) for item in records]
+                reason_by_record |= {str(item): reasons[item.spot] for item in refused if item.spot in reasons}
+    return count, reason_by_record
 
 
 def _warn_of_removed_records(plan: SinkPlan) -> None:
@@ -349,48 +349,6 @@ def _warn_of_scattered_key(plan: SinkPlan) -> None:
             " write its rows by the whole key",
             *(plan.sink.name, plan.table.name, ", ".join(others) or "the value", plan.table.source),
         )
-
-
-def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:
-    """TableUnfit if the table lacks a column that written records have values for: another program dropped or renamed the
-    column. A new column would be empty in the rows of these records."""
-    plan = batch.plan
-    if not error.missing:
-        return
-    table_layout = batch.layout()
-    passed_ranges = [
-        OffsetRange(partition, min(plan.starts.get(partition, 0), next_offset), next_offset)
-        for partition, next_offset in sorted(plan.progress.next.items())
-    ]
-    refusals = [OffsetRange(item.partition, item.offset, item.offset + 1) for item in plan.progress.bad]
-    ranges = tuple(subtract(passed_ranges, refusals))
-    with search_settings(batch.spark):
-        # The default of a field that came later is no value of a record.
-        own_columns = tuple(replace(item, default=None) for item in table_layout.columns)
-        frame = source_frame(batch.spark, plan, replace(table_layout, columns=own_columns), ranges, guarded=True)
-        # A column that a function of the user adds is in no record.
-        conditions = {item.column.name: _has_value(at, item) for at, item in enumerate(table_layout.columns)}
-        missing = [name for name in error.missing if name in conditions]
-        lost = [name for name in missing if frame.where(conditions[name]).limit(1).count()]
-    if not lost:
-        return
-    values = f"records that are written already have values for {', '.join(lost)}"
-    if plan.sink.evolve == "none":
-        raise TableUnfit(f"{error}\nLoad it from the start after this DDL too: {values}.") from None
-    names = ", ".join(lost)
-    raise TableUnfit(
-        f"table {plan.table.name}: {names} is missing, and {values}. Put it back with its values, or load the table again:"
-        f" {reset_command(plan)}"
-    ) from None
-
-
-def _has_value(number: int, item: SourceColumn) -> str:
-    """Whether a record has a value for the column, as SQL over a source's frame. A new column would have its default in place of
-    a null, too."""
-    has_value = f"c{number} IS NOT NULL"
-    if item.column.default is None or item.unset is None:
-        return has_value
-    return f"{has_value} OR NOT (u{number} OR coalesce({IS_DELETE}, true))"
 
 
 def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> tuple[Place, ...]:

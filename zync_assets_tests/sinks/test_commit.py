@@ -29,8 +29,8 @@ from zync_assets.pipeline import RegistryConfig
 from zync_assets.sinks import replay, steps
 from zync_assets.sinks.commit import commit_sink
 from zync_assets.sinks.plan import plan_sink, read_source
-from zync_assets.sinks.replay import LEFT_OUT, OVERTAKEN, drop_refused, refused_records, replay_refused
-from zync_assets.sinks.steps import Turn, reset_sink, sink_all, sink_awake
+from zync_assets.sinks.replay import LEFT_OUT, OVERTAKEN, drop_refused, refused_records
+from zync_assets.sinks.steps import Turn, replay_refused, reset_sink, sink_all, sink_awake
 from zync_assets.sinks.target import Place
 from zync_assets_tests.mini import BOTH, Mini, die, framed, mini, row, run
 

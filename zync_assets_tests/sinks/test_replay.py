@@ -139,6 +139,35 @@ def test_a_later_record_of_the_key_stays_and_a_warning_names_the_cure(
 
 
 @pytest.mark.slow
+def test_the_command_changes_a_table_that_lacks_a_column_of_a_refused_record(passed: Passed) -> None:
+    passed.replay()
+    with breaking(replay, "_prepare", after=False):
+        passed.write()
+    assert passed.quarantine() == [("rows", 1), ("log", 1)]
+    done = CliRunner().invoke(main, ["quarantine", "replay", str(passed.it.pipeline.path)])
+    assert (done.exit_code, done.stdout) == (0, "2 replayed, 0 left\n")
+    assert passed.sql(ROWS) == [(1, None), (2, "x"), (3, None)]
+
+
+@pytest.mark.slow
+def test_the_command_names_the_column_where_the_table_may_not_change(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    passed = Passed(services, spark, tmp_path, unique, SINKS.replace(", evolve: add", ""))
+    command = ["quarantine", "replay", str(passed.it.pipeline.path)]
+    passed.mend()
+    for _ in range(2):
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code == 1
+        assert "sink rows, table rows: column more is missing. Set evolve: add, or run:\n" in done.stderr
+        assert passed.quarantine() == [("rows", 1)]
+    for table in ("rows", "log"):
+        passed.sql(f"ALTER TABLE {table} ADD COLUMN more TEXT")
+    assert CliRunner().invoke(main, command).exit_code == 0
+    assert passed.sql(ROWS) == [(1, None), (2, "x"), (3, None)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_an_error_on_the_way_writes_no_record_twice(passed: Passed, after: bool) -> None:
     passed.replay()
