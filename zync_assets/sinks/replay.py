@@ -324,14 +324,14 @@ class ReplayTask:
 
 def _replay_task(task: ReplayTask, batches: Iterator[pa.RecordBatch]) -> dict[Spot, str | None]:
     """Place → why the record stays; None: it was written."""
-    again = Again(task)
+    writer = PartWriter(task)
     for batch in batches:
         for first in range(0, batch.num_rows, SEARCH_OFFSETS):
-            again.apply(batch.slice(first, SEARCH_OFFSETS))
-    return again.reasons
+            writer.apply(batch.slice(first, SEARCH_OFFSETS))
+    return writer.reasons
 
 
-class Again:
+class PartWriter:
     """Applies refused records in order, in the largest parts that the target takes. A transaction writes a part, and takes it out
     of quarantine."""
 
