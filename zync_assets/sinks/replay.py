@@ -146,11 +146,11 @@ def _removed_spots(plan: SinkPlan, spots: Iterable[Spot]) -> set[Spot]:
 
 
 _tries: set[tuple[Place, BadRecord]] = set()
-"""The late records that this process has tried to write."""
+"""The late records that the target refused in this process."""
 
 
 def late_records(plan: SinkPlan) -> list[BadRecord]:
-    """The late records in a sink's quarantine. A process tries each once."""
+    """The late records in a sink's quarantine. A process tries a refused one once."""
     return [item for item in plan.progress.bad if item.error == LATE and (plan.place, item) not in _tries]
 
 
@@ -162,7 +162,6 @@ def _write_late(plan: SinkPlan, session: Session) -> SinkPlan:
     records = late_records(plan)
     with search_settings(session()):
         reason_by_spot = _replay(plan, session, records)
-    _tries.update((plan.place, item) for item in records)
     passed = [spot for spot, reason in reason_by_spot.items() if reason.startswith((OVERTAKEN, LEFT_OUT))]
     if passed:
         plan.target().merge(_merge(plan, tuple(passed)))
@@ -174,6 +173,7 @@ def _write_late(plan: SinkPlan, session: Session) -> SinkPlan:
             *(subject, count_text(count, "record"), reset_command(plan)),
         )
     refusals = {spot: reason for spot, reason in reason_by_spot.items() if spot not in passed}
+    _tries.update((plan.place, item) for item in records if (item.partition, item.offset) in refusals)
     for (partition, offset), reason in list(refusals.items())[:1]:
         _log.warning(
             "%s: the target refused %s of a replay. The first is partition %s, offset %s: %s. Once that is corrected, run: %s",
