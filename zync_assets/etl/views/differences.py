@@ -79,6 +79,16 @@ def differences(query: Query, results: DataFrame, key_type: DataType, *, all_new
     return groups.selectExpr(f"{key} AS {KEY}", *sides, ORD, CAUSE)
 
 
+def with_causes(differing_rows: DataFrame, touched: DataFrame, *, few: bool) -> DataFrame:
+    """Differences with the ORD and the CAUSE of their touched key. Joined rows may lack both: a LEFT JOIN makes a row without any
+    record of the batch, once its joined row is deleted. ``few``: whether each task may have the touched keys."""
+    from pyspark.sql import functions as F
+
+    causes = touched.withColumnRenamed(KEY, "z_touched")
+    causes = F.broadcast(causes) if few else causes
+    return differing_rows.drop(ORD, CAUSE).join(causes, F.expr(f"{KEY} <=> z_touched"), "left").drop("z_touched")
+
+
 def _checked(query: Query, key_type: DataType, copies: str, texts: str) -> str:
     """A key as SQL. It fails for several result rows with the key."""
     begin = text_sql(f"{DUPLICATE}view {query.rule.name}: two result rows have the key ")

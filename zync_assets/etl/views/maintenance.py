@@ -21,14 +21,17 @@ import pyarrow as pa
 from zync_assets.codecs.spark_types import arrow_frame
 from zync_assets.etl.rules.kind import Columns, Ordering, OutputColumns
 from zync_assets.etl.views.changes import Change, RowFailures, cause_sql, no_cause_sql
-from zync_assets.etl.views.differences import differences, keyless_failures, outputs
+from zync_assets.etl.views.differences import differences, keyless_failures, outputs, with_causes
 from zync_assets.etl.views.query import CAUSE, KEY, ORD, Query, V, same_sql
 from zync_assets.etl.views.state import MOST_VALUES, Places, Range, StateFiles, StateReader, is_few
 from zync_assets.etl.views.state_index import (
     KeyFilter,
+    absent_joins,
+    gives_key,
     integral_column,
-    is_kept,
+    key_spans,
     looked_up_places,
+    missing_row,
     plain_field,
     with_list,
 )
@@ -54,6 +57,7 @@ if TYPE_CHECKING:
 
 FEW = 200_000
 """The most touched keys for which the rows of each table are looked up by values. Plain joins find the rows of more keys."""
+_CAUSES = (f"max({ORD}) AS {ORD}", f"array_distinct(flatten(collect_list({CAUSE}))) AS {CAUSE}")
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,9 @@ class Maintenance:
             if joined_rows is None:
                 return None
             changes = differences(query, query.results(joined_rows), self.types[0], all_new=self.all_new)
-            rows = checkpoint(changes if keys is None else self._with_causes(changes, keys), eager=not self.small)
+            if keys is not None:
+                changes = with_causes(changes, self._frame_of(keys), few=isinstance(keys, pa.Table))
+            rows = checkpoint(changes, eager=not self.small)
             keyless = null_sql(KEY, self.types[0])
             [row] = rows.selectExpr("count(*) AS count", f"count_if({keyless}) AS keyless").collect()
             if row["keyless"]:
@@ -129,22 +135,8 @@ class Maintenance:
         if table is not None:
             return self, table if table.num_rows else None, True
         keys = checkpoint(keys)
-        count, spans = self._key_spans(keys)
+        count, spans = key_spans(keys, self._key_fields(), self.kinds)
         return replace(self, small=False, spans=spans), keys if count else None, count <= FEW
-
-    def _key_spans(self, keys: DataFrame) -> tuple[int, dict[str, Range]]:
-        """The number of touched keys, and the spans of their fields that are columns of integers."""
-        fields = self._key_fields()
-        paths = {
-            sql.strip(): path for sql, path, alias in fields if integral_column(self.kinds[alias].state_row, sql, alias)
-        }
-        sums = (f"struct(min({path}), max({path}), count({path})) AS f{at}" for at, path in enumerate(paths.values()))
-        [row] = keys.selectExpr("count(*) AS count", *sums).collect()
-        bounds = {sql: tuple(row[f"f{at}"]) for at, sql in enumerate(paths)}
-        # A null has no place in a span.
-        return row["count"], {
-            sql: bound[:2] for sql, bound in bounds.items() if row["count"] and bound[2] == row["count"]
-        }
 
     def _key_fields(self) -> list[tuple[str, str, str]]:
         """(expression, its place below KEY, alias) of the key's fields of one alias."""
@@ -166,7 +158,11 @@ class Maintenance:
             outwards = [step for step in steps if step.near == near_alias]
             if few and any(step.pairs for step in outwards):
                 rows[near_alias] = checkpoint(rows[near_alias], eager=not self.small)
-            for step, values in zip(outwards, self._step_values(rows[near_alias], outwards, few=few), strict=True):
+            near_rows = rows[near_alias]
+            if few and any(self._is_default(near_alias, step.far) for step in outwards):
+                missing = missing_row(self.reader.spark, query, near_alias, self.kinds)
+                near_rows = near_rows.select(name_sql(near_alias)).union(missing)
+            for step, values in zip(outwards, self._step_values(near_rows, outwards, few=few), strict=True):
                 rows[step.far] = self.rows(step.far, values)
         joined_rows = joining(rows)
         if not is_of_start:
@@ -179,15 +175,6 @@ class Maintenance:
 
     def _frame_of(self, keys: DataFrame | pa.Table) -> DataFrame:
         return arrow_frame(self.reader.spark, keys) if isinstance(keys, pa.Table) else keys
-
-    def _with_causes(self, differing_rows: DataFrame, keys: DataFrame | pa.Table) -> DataFrame:
-        """Differences with the ORD and the CAUSE of their touched key. Joined rows may lack both: a LEFT JOIN makes a row without
-        any record of the batch, once its joined row is deleted."""
-        from pyspark.sql import functions as F
-
-        causes = self._frame_of(keys).withColumnRenamed(KEY, "z_touched")
-        causes = F.broadcast(causes) if isinstance(keys, pa.Table) else causes
-        return differing_rows.drop(ORD, CAUSE).join(causes, F.expr(f"{KEY} <=> z_touched"), "left").drop("z_touched")
 
     @property
     def steady(self) -> set[str]:
@@ -206,9 +193,16 @@ class Maintenance:
         this alias."""
         owners = [self.query.owners(sql) for sql in self.query.key_leaves]
         owner = next((names for names in owners if len(names) == 1 and not names & self.query.view.optional), None)
-        if owner is None:
+        # From elsewhere, no way leads to the rows of which a LEFT JOIN lacks the row that a default stands for.
+        if owner is None or any(
+            self._is_default(step.far, step.near) for step in self.query.outwards(next(iter(owner)))
+        ):
             return self.query.view.root, False
         return next(iter(owner)), all(names == owner for names in owners)
+
+    def _is_default(self, near: str, far: str) -> bool:
+        """Whether the join of ``far`` finds rows for a missing row of ``near``: ON r.id = coalesce(c.region, 0)."""
+        return (near, far) in absent_joins(self.reader.spark, self.query.view, self.kinds)
 
     def touched(self) -> DataFrame | None:
         """The keys of the view that the changes touch, each once: KEY, ORD and CAUSE of the changes. None if no row changed."""
@@ -218,26 +212,34 @@ class Maintenance:
         if not parts:
             return None
         changes = union(parts).coalesce(1) if self.small else union(parts)
-        cause = f"array_distinct(flatten(collect_list({CAUSE}))) AS {CAUSE}"
-        return changes.groupBy(KEY).agg(F.expr(f"max({ORD}) AS {ORD}"), F.expr(cause))
+        return changes.groupBy(KEY).agg(*map(F.expr, _CAUSES))
 
     def _touched_by(self, alias: str) -> DataFrame:
         """The keys that the changed rows of an alias touch, and ORD and CAUSE of the changed row."""
         view, ends = self.query.view, self.query.key_aliases
         frame = self.delta(alias).where("z_changed").select(V, ORD, CAUSE, name_sql(alias))
         origin = view.origin(alias, ends)
-        if origin is not None:
-            # A new row on the right of a LEFT JOIN replaces nulls in result rows. The keys with the nulls and with the row are
-            # touched.
-            frame = self._before_and_after(frame, origin)
+        if origin is None:
+            return union(self._keys_from(frame, alias))
+        # A new row on the right of a LEFT JOIN replaces nulls in result rows: the keys with the nulls are touched too.
+        frames = self._keys_without(frame, origin) if self._is_default(origin.far, alias) else []
+        return union([*self._keys_from(self._before_and_after(frame, origin), origin.far), *frames])
+
+    def _keys_from(self, frame: DataFrame, start: str) -> list[DataFrame]:
+        """KEY, ORD and CAUSE of the keys that rows of ``start`` lead to."""
+        view, ends = self.query.view, self.query.key_aliases
         substitutes: dict[str, str] = {}
-        steps = view.path(alias if origin is None else origin.far, ends)
+        steps = view.path(start, ends)
+        frames: list[DataFrame] = []
         for step in steps:
             leaves = [sql for sql in self.query.key_leaves if step.far in self.query.owners(sql)]
             equal = {other.strip(): near for near, other in step.pairs}
             is_last = not step.outer and not any(other.near == step.far for other in steps)
-            if is_last and all(
-                sql in equal and self._is_key(frame, equal[sql], sql, step.far) for sql in map(str.strip, leaves)
+            if self._is_default(step.far, step.near):
+                frames += self._keys_without(frame, step)
+            elif is_last and all(
+                sql in equal and gives_key(frame, equal[sql], self.kinds[step.far].state_row, sql, step.far)
+                for sql in map(str.strip, leaves)
             ):
                 # The changed row has the key already.
                 substitutes |= {sql: equal[sql.strip()] for sql in leaves}
@@ -245,7 +247,17 @@ class Maintenance:
             versions = "true" if step.far in self.steady else f"{V} = z_other"
             frame = self._with_far(frame, step, versions).drop("z_other")
         key = cast_sql(substituted(self.query.rule.key, substitutes), self.types[0])
-        return frame.selectExpr(f"{key} AS {KEY}", ORD, CAUSE)
+        return [frame.selectExpr(f"{key} AS {KEY}", ORD, CAUSE), *frames]
+
+    def _keys_without(self, frame: DataFrame, step: JoinStep) -> list[DataFrame]:
+        """As ``_keys_from``, where the far row of a step is missing. Any row that the far row is joined to may lack it."""
+        from pyspark.sql import functions as F
+
+        near = next(join.near for join in self.query.view.joins if join.alias == step.far)
+        missing = missing_row(self.reader.spark, self.query, step.far, self.kinds)
+        equality = F.expr(" AND ".join(f"({one}) = ({two})" for one, two in step.pairs))
+        rows = frame.join(missing, equality).agg(*map(F.expr, _CAUSES)).where(f"{ORD} IS NOT NULL")
+        return self._keys_from(self._before_and_after(rows, JoinStep(step.far, near, [], outer=False)), near)
 
     def _with_far(self, frame: DataFrame, step: JoinStep, versions: str) -> DataFrame:
         """A frame of rows with the rows that a step leads to, and ``z_other``, their V. ``versions``: which V belong together."""
@@ -264,12 +276,6 @@ class Maintenance:
         rows = self._with_far(frame, origin, "true")
         versions = "explode(array(0, 1))" if origin.far in self.steady else "z_other"
         return rows.selectExpr(name_sql(origin.far), ORD, CAUSE, f"{versions} AS {V}")
-
-    def _is_key(self, frame: DataFrame, near_sql: str, far_sql: str, far: str) -> bool:
-        """Whether an expression of a frame gives the key what an equal expression of ``far`` gives it. Values of two types can be
-        equal, and differ as parts of a key: 1 and '01'."""
-        item = plain_field(self.kinds[far].state_row, far_sql, far)
-        return item is not None and is_kept(frame.selectExpr(f"({near_sql}) AS it").schema[0].dataType, item.dataType)
 
     def _start_values(self, start: str, keys: DataFrame | pa.Table, *, few: bool) -> KeyFilter | None:
         """The fields of the touched keys that are of the alias; None if there are none."""

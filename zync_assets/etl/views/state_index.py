@@ -18,7 +18,7 @@ from __future__ import annotations
 import pickle
 import uuid
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,19 +27,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zync_assets.codecs.arrays import pc
-from zync_assets.etl.views.state import PAGE_RECORDS, Places, StateFiles, StateReader
+from zync_assets.etl.rules.shapes import type_sql
+from zync_assets.etl.views.query import Query
+from zync_assets.etl.views.state import PAGE_RECORDS, Places, Range, StateFiles, StateReader
 from zync_assets.etl.views.tables import TableType, leaves_of, table_of
 from zync_assets.lake import storage
 from zync_assets.lake.log import DataFile
+from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.raw import ORDER
 from zync_assets.lake.raw_files import ORDER_TYPE
-from zync_assets.pipeline import Rule
+from zync_assets.pipeline import Rule, View
 from zync_assets.spark import frames
 from zync_assets.spark.sql import in_sql, int_sql, long_sql, name_sql, text_sql
 from zync_assets.spark.tasks import tune_worker
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import DataType, StructField
 
 GROUP_RECORDS = 2_000
@@ -157,6 +160,59 @@ def plain_column(sql: str, alias: str) -> str | None:
     before, dot, name = sql.strip().partition(".")
     plain = dot and before.strip("`").lower() == alias.lower() and name.strip("`").isidentifier()
     return name.strip("`") if plain else None
+
+
+def gives_key(frame: DataFrame, near_sql: str, far_row: DataType, far_sql: str, far: str) -> bool:
+    """Whether an expression of a frame gives the key what an equal expression of ``far`` gives it. Values of two types can be
+    equal, and differ as parts of a key: 1 and '01'."""
+    item = plain_field(far_row, far_sql, far)
+    return item is not None and is_kept(frame.selectExpr(f"({near_sql}) AS it").schema[0].dataType, item.dataType)
+
+
+def key_spans(
+    keys: DataFrame, fields: Iterable[tuple[str, str, str]], kinds: Mapping[str, TableType]
+) -> tuple[int, dict[str, Range]]:
+    """The number of touched keys, and the spans of their fields that are columns of integers. ``fields``: expression, its place
+    and its alias; ``kinds``: by alias."""
+    paths = {sql.strip(): path for sql, path, alias in fields if integral_column(kinds[alias].state_row, sql, alias)}
+    sums = (f"struct(min({path}), max({path}), count({path})) AS f{at}" for at, path in enumerate(paths.values()))
+    [row] = keys.selectExpr("count(*) AS count", *sums).collect()
+    bounds = {sql: tuple(row[f"f{at}"]) for at, sql in enumerate(paths)}
+    # A null has no place in a span.
+    return row["count"], {sql: bound[:2] for sql, bound in bounds.items() if row["count"] and bound[2] == row["count"]}
+
+
+def absent_joins(spark: SparkSession, view: View, kinds: Mapping[str, TableType]) -> frozenset[tuple[str, str]]:
+    """The joins (near alias, alias) that find rows for a missing row of the near alias: ON r.id = coalesce(c.region, 0).
+
+    ``kinds``: by alias. A column of a missing row is null, and matches nothing.
+    """
+    conditions = {
+        (join.near, join.alias): " AND ".join(f"({near_sql}) IS NOT NULL" for near_sql, _ in join.on)
+        for join in view.joins
+        if join.near in view.optional and not any(plain_column(near_sql, join.near) for near_sql, _ in join.on)
+    }
+    if not conditions:
+        return frozenset()
+    rows = [f"CAST(NULL AS {type_sql(kinds[near].state_row)}) AS {name_sql(near)}" for near, _ in conditions]
+    place = (*dict.fromkeys(rows), *conditions.values())
+    answers = _ABSENT.get(place)
+    if answers is None:
+        [row] = spark.range(1).selectExpr(*dict.fromkeys(rows)).selectExpr(*conditions.values()).collect()
+        answers = tuple(row)
+        _ABSENT.put(place, answers)
+    return frozenset(pair for pair, is_there in zip(conditions, answers, strict=True) if is_there)
+
+
+def missing_row(spark: SparkSession, query: Query, alias: str, kinds: Mapping[str, TableType]) -> DataFrame:
+    """A frame of the row under an alias that a LEFT JOIN lacks. ``kinds``: by alias."""
+    kind = kinds[alias].state_row
+    row = spark.range(1).selectExpr(f"CAST(NULL AS {type_sql(kind)}) AS row")
+    return row.selectExpr(f"{query.row_sql(alias, kind)} AS {name_sql(alias)}")
+
+
+_ABSENT: RecentCache[tuple[str, ...], tuple[bool, ...]] = RecentCache(1_000)
+"""The known answers of ``absent_joins``. Each batch has the same questions."""
 
 
 def join_columns(rules: Iterable[Rule]) -> dict[str, list[str]]:
