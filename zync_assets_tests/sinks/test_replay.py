@@ -233,12 +233,12 @@ def test_records_are_written_again_in_the_largest_parts_that_the_target_takes(mo
     offsets = range(12)
     columns = {"c0": [offset % 2 for offset in offsets], replay.TIME: offsets, replay.PARTITION: [0] * 12}
     rows = pa.RecordBatch.from_pydict({**columns, replay.OFFSET: offsets})
-    again = replay.Again(replay.ReplayTask(sink, layout, "run", merge, {(0, 2): "too late"}))
-    again.apply(rows)
+    writer = replay.PartWriter(replay.ReplayTask(sink, layout, "run", merge, {(0, 2): "too late"}))
+    writer.apply(rows)
     assert parts == [[0, 1], [3], [4], [6, 7, 8, 9, 10, 11]]
-    assert again.reasons.pop((0, 2)) == "too late"
-    assert again.reasons.pop((0, 5)) == "no five"
-    assert again.reasons == {(0, offset): None for offset in offsets if offset not in (2, 5)}
+    assert writer.reasons.pop((0, 2)) == "too late"
+    assert writer.reasons.pop((0, 5)) == "no five"
+    assert writer.reasons == {(0, offset): None for offset in offsets if offset not in (2, 5)}
 
 
 @pytest.mark.slow
