@@ -278,7 +278,8 @@ def test_a_record_among_removed_records_changes_no_row(
     done = CliRunner().invoke(main, ["quarantine", "replay", str(it.pipeline.path)])
     assert (done.exit_code, done.stdout) == (1, "0 replayed, 1 left\n")
     assert "stays: retention removed the records around it" in done.stderr
-    assert passed.sql("SELECT * FROM rows ORDER BY id") == [(1,), (2,), (3,)]
+    # The command gives the table the record's column, and no value.
+    assert passed.sql(ROWS) == [(1, None), (2, None), (3, None)]
     drop = ["quarantine", "drop", str(it.pipeline.path), "--sink", "rows"]
     assert CliRunner().invoke(main, drop).exit_code == 0
     assert passed.quarantine() == []
