@@ -26,6 +26,7 @@ from zync_assets.cli.terminal import (
     whole,
 )
 from zync_assets.codecs.arrays import python_rows
+from zync_assets.conflicts import raise_first
 from zync_assets.errors import ZyncError
 from zync_assets.lake import raw, staging
 from zync_assets.lake.check_results import count_text
@@ -39,7 +40,7 @@ from zync_assets.pipeline_file import load
 from zync_assets.quarantine.replay import ReplayCommit
 from zync_assets.runner import drop_all, replay_all
 from zync_assets.sinks.replay import RefusedRecord, drop_refused, refused_records
-from zync_assets.sinks.steps import replay_refused, sink_replays
+from zync_assets.sinks.steps import replay_sinks
 from zync_assets.spark.session import spark_session
 
 COLUMNS = ("pool", "topic", "partition", "offset", "time", "stage", "rule", "error")
@@ -160,9 +161,8 @@ def replay(
             reasons |= {(commit.topic, *place): reason for place, reason in commit.reasons.items()}
     # A record that a rule fails on has the reason of this attempt: ETL committed it just now.
     reason_by_place = {record.place: reasons.get(record.place, record.error) for record in _of_rules(model, choice)}
-    sink_replays(model, session, raw_topics)
-    count, refusals = replay_refused(model, session, choice)
-    left = refusals | {place_text(*place): reason for place, reason in reason_by_place.items()}
+    targets = replay_sinks(model, session, raw_topics, choice)
+    left = targets.reasons | {place_text(*place): reason for place, reason in reason_by_place.items()}
     for place, reason in list(left.items())[:REASONS]:
         click.echo(harmless(f"{place} stays: {reason}"), err=True)
     if len(left) > REASONS:
@@ -170,7 +170,7 @@ def replay(
         others = count_text(len(left) - REASONS, "more record")
         click.echo(f"{others} in quarantine. This shows them all: {command}", err=True)
     replayed_places = places - reason_by_place.keys()
-    _say({"replayed": len(replayed_places) + count, "left": len(left)}, fmt)
+    _say({"replayed": len(replayed_places) + targets.count, "left": len(left)}, fmt)
     if late := sorted(
         {
             (topic, partition)
@@ -183,6 +183,7 @@ def replay(
             f" value is now the last. This makes the rows right: {model.command('rebuild')}",
             err=True,
         )
+    raise_first(targets.troubles)
     if left:
         raise click.exceptions.Exit(1)
 

@@ -97,10 +97,12 @@ _PASSING = {
 _PASSING_CLIENT = {2002, 2003, 2006, 2013, 2055}
 """Errors of the server, and of the client: connections, shutdown, locks, deadlocks, memory, disks."""
 _REFUSALS = {
-    *{1048, 1062, 1264, 1265, 1292, 1364, 1365, 1366, 1406, 1411, 1451, 1452, 1525, 1526, 1644, 1690},
+    *{1048, 1062, 1172, 1242, 1264, 1265, 1292, 1364, 1365, 1366, 1406, 1411, 1451, 1452, 1525, 1526, 1644, 1690},
     *{3140, 3141, 3819, 4025},
 }
 """Nulls, duplicates, values out of range, too long or of the wrong form, foreign keys, checks, triggers, partitions."""
+_OF_USERS = 10_000
+"""Servers send no such numbers. A trigger's SIGNAL may set one by MYSQL_ERRNO."""
 
 _LOCKED = 1205
 """Another program has held a lock for too long."""
@@ -157,7 +159,7 @@ class MysqlTarget(SqlTarget):
             return TableLocked
         if code in _PASSING_CLIENT or code in _PASSING:
             return TargetUnavailable
-        return TargetRefused if code in _REFUSALS else SinkError
+        return TargetRefused if code in _REFUSALS or code >= _OF_USERS else SinkError
 
     def error_text(self, error: exc.DBAPIError) -> str:
         arguments: Any = getattr(error.orig, "args", ())

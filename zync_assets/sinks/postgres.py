@@ -81,8 +81,11 @@ _LOCK_SPACE = 0x7A796E63
 """The first number of the advisory locks of runs: ``zync`` in ASCII."""
 _PASSING = ("08", "53", "57", "58", "40", "55P", "55006")
 """How SQLSTATEs of outages begin: connection, resources, operator, system, rollback by a deadlock, locks, object in use."""
-_REFUSALS = ("22", "23", "44", "P0", "54000", "54001")
-"""How SQLSTATEs of refusals begin: data, integrity, WITH CHECK OPTION, an error of a trigger, too long for an index, too deep."""
+_REFUSALS = ("21", "22", "23", "44", "P0", "54000", "54001")
+"""How SQLSTATEs of refusals begin: several rows of a subquery in a trigger, data, integrity, WITH CHECK OPTION, an error of a
+trigger, too long for an index, too deep."""
+_SERVER_CLASS = re.compile("0[01238ABFLPZ]|10|2[0-8BDF]|34|3[89BDF]|4[024]|5[34578]|72|F0|HV|P0|XX")
+"""The classes of PostgreSQL's own SQLSTATEs (appendix A of its manual). A trigger may raise an error with another class."""
 _LOCKED = "55P03"
 _UNREAD = ("42", "XX000")
 """SQLSTATEs of input functions that have no class of data, as those of ltree and hstore."""
@@ -167,7 +170,8 @@ class PostgresTarget(SqlTarget):
             return TableLocked
         if state.startswith(_PASSING) and lasting_cure(error, self.engine().url) is None:
             return TargetUnavailable
-        return TargetRefused if state.startswith(_REFUSALS) or _is_unread(error) else SinkError
+        is_refusal = state.startswith(_REFUSALS) or _SERVER_CLASS.match(state) is None or _is_unread(error)
+        return TargetRefused if is_refusal else SinkError
 
     def error_text(self, error: exc.DBAPIError) -> str:
         """The message without the name and the line of a load table, and without the statement that met a lock."""

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -41,6 +41,7 @@ from zync_assets.sinks.plan import (
     place_of,
     plan_sink,
     read_source,
+    side_names,
     writers,
 )
 from zync_assets.sinks.replay import (
@@ -262,6 +263,8 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
 
     def commit(batch: SinkBatch) -> SinkCommit | None:
         batch = write_replays(batch)
+        if _waits_for_values(batch.plan):
+            return None
         if not batch.plan.nothing_to_do:
             _warn_of_removed_records(batch.plan)
             _warn_of_changing_key(batch.plan)
@@ -275,26 +278,60 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
     return retried(read, commit, first=first)
 
 
-def sink_replays(pipeline: Pipeline, session: Session, topics: Collection[str]) -> None:
-    """Write the raw records of some topics that replays brought after the sinks had passed them, and no other record."""
-    for sink, table in (place for topic in topics for place in pipeline.raw_sinks(topic)):
-        with remedies(sink.name, table.name):
-            retried(partial(read_sink, pipeline, session, sink.name, table.name), write_replays)
+@dataclass
+class SinkReplay:
+    """The outcome of a replay in the targets. ``count``: the refused records that were written. ``reasons``: record → why the
+    record stays. ``troubles``: the errors of tables, each of which holds back no other table."""
+
+    count: int = 0
+    reasons: dict[str, str] = field(default_factory=dict[str, str])
+    troubles: list[ZyncError] = field(default_factory=list[ZyncError])
 
 
-def replay_refused(pipeline: Pipeline, session: Session, selection: Selection) -> tuple[int, dict[str, str]]:
-    """Write refused records again: the number that was written, and record → why it stays."""
-    count, reason_by_record, session = 0, dict[str, str](), lazy_session(session)
-    for sink, table in chosen_tables(pipeline, selection):
-        read = partial(read_sink, pipeline, session, sink.name, table.name)
-        with remedies(sink.name, table.name):
-            first = read()
-            if records := chosen_records(first.plan, selection):
-                reasons = retried(read, partial(write_refused, selection=selection), first=first)
-                count += len(records) - len(reasons)
-                refused = [RefusedRecord(sink, table, item) for item in records]
-                reason_by_record |= {str(item): reasons[item.spot] for item in refused if item.spot in reasons}
-    return count, reason_by_record
+def replay_sinks(pipeline: Pipeline, session: Session, topics: Collection[str], selection: Selection) -> SinkReplay:
+    """Write the raw records of some ``topics`` that replays brought after the sinks had passed them. Then write the selected
+    refused records again."""
+    replay, session = SinkReplay(), lazy_session(session)
+
+    def write_late(read: Callable[[], SinkBatch]) -> None:
+        retried(read, write_replays)
+
+    def write_selected(read: Callable[[], SinkBatch]) -> None:
+        first = read()
+        if records := chosen_records(first.plan, selection):
+            reasons = retried(read, partial(write_refused, selection=selection), first=first)
+            replay.count += len(records) - len(reasons)
+            refused = [RefusedRecord(first.plan.sink, first.plan.table, item) for item in records]
+            replay.reasons |= {str(item): reasons[item.spot] for item in refused if item.spot in reasons}
+
+    late_tables = [(place, write_late) for topic in topics for place in pipeline.raw_sinks(topic)]
+    for (sink, table), write in [
+        *late_tables,
+        *((place, write_selected) for place in chosen_tables(pipeline, selection)),
+    ]:
+        try:
+            with remedies(sink.name, table.name):
+                write(partial(read_sink, pipeline, session, sink.name, table.name))
+        except EVERYWHERE:
+            raise
+        except ZyncError as error:
+            replay.troubles.append(error)
+    return replay
+
+
+def _waits_for_values(plan: SinkPlan) -> bool:
+    """Whether an expression of ``before:`` reads the value, and no record of the source has a value yet. The first value gives
+    the expression its type. The records before it wait: they have no row."""
+    # Spark's workers load no parser.
+    from zync_assets.pipeline_file.expressions import columns, parse
+
+    name = side_names(plan)["value"]
+    if plan.state is None or (
+        name in plan.state.schema.names and not pa.types.is_null(plan.state.schema.field(name).type)
+    ):
+        return False
+    expressions = [*plan.sink.added.values(), *([] if plan.sink.where is None else [plan.sink.where])]
+    return any(parts[0].lower() == "value" for sql in expressions for parts in columns(parse(sql).tree))
 
 
 def _warn_of_removed_records(plan: SinkPlan) -> None:

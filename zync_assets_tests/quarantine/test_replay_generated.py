@@ -20,7 +20,7 @@ from zync_assets.local.services import Services
 from zync_assets.runner import replay_all
 from zync_assets.sinks.replay import refused_records
 from zync_assets.sinks.sqlite import SqliteTarget
-from zync_assets.sinks.steps import replay_refused, sink_all
+from zync_assets.sinks.steps import replay_sinks, sink_all
 from zync_assets_tests.mini import Mini, mini
 from zync_assets_tests.test_writers_side_by_side import fastavro_bytes
 
@@ -104,7 +104,7 @@ class Story:
         """As the command does, up to a random part of it."""
         list(replay_all(self.it.pipeline, lambda: self.it.spark, EVERYTHING))
         if self.chance.random() < 0.5:
-            replay_refused(self.it.pipeline, lambda: self.it.spark, Selection())
+            replay_sinks(self.it.pipeline, lambda: self.it.spark, (), Selection())
 
     def finish(self) -> None:
         """Every record goes all the way."""

@@ -30,7 +30,7 @@ from zync_assets.sinks import replay, steps
 from zync_assets.sinks.commit import commit_sink
 from zync_assets.sinks.plan import plan_sink, read_source
 from zync_assets.sinks.replay import LEFT_OUT, OVERTAKEN, drop_refused, refused_records
-from zync_assets.sinks.steps import Turn, replay_refused, reset_sink, sink_all, sink_awake
+from zync_assets.sinks.steps import Turn, replay_sinks, reset_sink, sink_all, sink_awake
 from zync_assets.sinks.target import Place
 from zync_assets_tests.mini import BOTH, Mini, die, framed, mini, row, run
 
@@ -63,6 +63,13 @@ def keyed(registry: Registry, subject: str, schema: dict[str, Any], key: int, va
 def write(it: Mini) -> list[int]:
     """Everything that was staged; the numbers of loaded rows."""
     return [made.records for made in sink_all(it.pipeline, lambda: it.spark)]
+
+
+def refused_again(it: Mini, spark: SparkSession, selection: Selection | None = None) -> tuple[int, dict[str, str]]:
+    """Write refused records again: the number that was written, and record → why it stays."""
+    replay = replay_sinks(it.pipeline, lambda: spark, (), selection or Selection())
+    assert not replay.troubles
+    return replay.count, replay.reasons
 
 
 def test_a_batch_is_folded_and_written_once(
@@ -278,9 +285,9 @@ def test_a_record_on_which_an_expression_fails_is_put_aside(
         assert rows_match(it.pipeline, lambda: spark, sink, sink.tables[0]).passed
     assert [made.records for made in sink_all(it.pipeline, lambda: spark)] == []
     # A record on which the expression still fails stays, and a corrected expression takes it.
-    assert replay_refused(it.pipeline, lambda: spark, Selection())[0] == 0
+    assert refused_again(it, spark)[0] == 0
     cured = it.edited(FAILING.replace("CAST(value.v", "try_cast(value.v"))
-    count, left = replay_refused(cured.pipeline, lambda: spark, Selection())
+    count, left = refused_again(cured, spark)
     assert (count, len(left)) == (1, 2)
     assert rows(it, "SELECT number FROM sets WHERE id = 3") == [(None,)]
 
@@ -301,6 +308,35 @@ def test_a_record_on_which_an_expression_fails_is_put_aside(
     assert several == [("before: where: 10 / value.id > 1 fails",)]
 
 
+SET_VALUE = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: avro}
+sinks:
+  - {name: sets, type: sqlite, url: shop.db, from: [Raw.$left], table: sets, before: {set: {n: CAST(value.v AS INT)}}}
+  - {name: chooses, type: sqlite, url: shop.db, from: [Raw.$left], table: chooses, before: {where: value.v > '1'}}
+  - {name: all, type: sqlite, url: shop.db, from: [Raw.$left], table: all_rows, evolve: add,
+     before: {set: {n: length(key)}}}
+"""
+
+
+def test_expressions_wait_for_the_first_value(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """Tombstones alone do not tell the type of a value."""
+    it = mini(services, spark, tmp_path, unique, SET_VALUE)
+    schema = {"type": "record", "name": "Row", "fields": [{"name": "v", "type": "string"}]}
+    id = Registry(RegistryConfig(services.registry_url)).register(f"{it.left}-value", json.dumps(schema))
+    it.send(it.left, ("a", None), ("b", None))
+    it.ingest()
+    assert [made.sink for made in sink_all(it.pipeline, lambda: spark)] == ["all"]
+    it.send(it.left, ("a", framed(id, schema, {"v": "7"})))
+    it.ingest()
+    list(sink_all(it.pipeline, lambda: spark))
+    for table, columns in (("sets", "key, v, n"), ("chooses", "key, v"), ("all_rows", "key, v, n")):
+        expected = {"sets": ("a", "7", 7), "chooses": ("a", "7"), "all_rows": ("a", "7", 1)}
+        assert rows(it, f"SELECT {columns} FROM {table}") == [expected[table]]
+
+
 @pytest.mark.slow
 def test_a_replay_writes_a_refused_record_unless_a_later_one_of_its_key_was_written(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
@@ -319,20 +355,17 @@ def test_a_replay_writes_a_refused_record_unless_a_later_one_of_its_key_was_writ
         write(it)
     assert rows(it, "SELECT id, v FROM rows") == [(2, "b")]
 
-    def session() -> SparkSession:
-        return spark
-
     whole = shown(it, it.out, 1)
     assert (whole["stage"], whole["rule"], whole["table_key"]) == ("sink", "shop/rows", "id=2")
     assert (whole["key"], whole["value"]) == ({"id": 2}, {"id": 2, "v": "bad2", "twice": "bad2bad2"})
     assert [(source["topic"], source["offset"]) for source in whole["source"]] == [(it.left, 1)]
     everything = Selection()
     assert [str(item.bad.offset) for item in refused_records(it.pipeline, everything)] == ["0", "1", "2", "4"]
-    count, left = replay_refused(it.pipeline, session, everything)
+    count, left = refused_again(it, spark)
     assert (count, len(left)) == (0, 4)
     assert sum("CHECK constraint failed" in reason for reason in left.values()) == 3
     table("")
-    count, left = replay_refused(it.pipeline, session, everything)
+    count, left = refused_again(it, spark)
     assert count == 3
     ((place, reason),) = left.items()
     assert "offset 1" in place
@@ -344,7 +377,7 @@ def test_a_replay_writes_a_refused_record_unless_a_later_one_of_its_key_was_writ
         it,
         "  - {name: shop, type: sqlite, url: shop.db, from: [Staging.$out], table: rows, before: {where: key.id > 2}}\n",
     )
-    count, left = replay_refused(chosen.pipeline, session, everything)
+    count, left = refused_again(chosen, spark)
     assert (count, [*left.values()]) == (0, [LEFT_OUT])
     assert drop_refused(it.pipeline, everything) == 1
     assert list(refused_records(it.pipeline, everything)) == []
@@ -383,7 +416,7 @@ def test_the_latest_record_of_a_key_wins_after_new_partitions_moved_the_key(
         write(it)
     with sqlite3.connect(tmp_path / "shop.db") as connection:
         connection.execute("DROP TRIGGER no")
-    count, reasons = replay_refused(it.pipeline, lambda: spark, Selection())
+    count, reasons = refused_again(it, spark)
     assert (count, [text.startswith(OVERTAKEN) for text in reasons.values()]) == (2, [True])
     assert rows(it) == [("one", "c"), ("six", "d2"), ("two", "e")]
     # The search for a refused record applies the others in the order of time.
@@ -487,11 +520,11 @@ def test_of_two_replays_at_one_time_one_writes_a_record(
     (sink,) = it.pipeline.sinks
     before = plan_sink(it.pipeline, sink, sink.tables[0])
     first = Selection(ranges=(OffsetRange(0, 1, 2),))
-    assert replay_refused(it.pipeline, lambda: spark, first) == (1, {})
+    assert refused_again(it, spark, first) == (1, {})
     # The second one has read the quarantine before the first one wrote.
     monkeypatch.setattr(replay, "_plans", lambda *_: iter([before]))
     assert drop_refused(it.pipeline, first) == 0
-    assert replay_refused(it.pipeline, lambda: spark, Selection())[1] == {}
+    assert refused_again(it, spark)[1] == {}
     assert rows(it, "SELECT id, v FROM rows ORDER BY id") == [(1, "a"), (2, "odd"), (3, "odd")]
     assert rows(it, "SELECT * FROM zync_quarantine") == []
 

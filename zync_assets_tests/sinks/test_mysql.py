@@ -135,6 +135,22 @@ def test_a_row_without_a_partition_and_a_division_by_zero_are_refused(server: Se
         apply(target, table, [one(1, {"v": 0})])
 
 
+def test_an_error_of_a_trigger_is_a_refusal_whatever_its_number(server: Server, database: str) -> None:
+    signal = "IF new.id = 2 THEN SIGNAL SQLSTATE '45000' SET MYSQL_ERRNO = 30001, MESSAGE_TEXT = 'no two'; END IF;"
+    several = "IF new.id = 3 THEN SET new.v = (SELECT 'a' UNION SELECT 'b'); END IF;"
+    server.run(
+        database,
+        "CREATE TABLE `rows` (id bigint PRIMARY KEY, v varchar(9))",
+        f"CREATE TRIGGER checked BEFORE INSERT ON `rows` FOR EACH ROW BEGIN {signal} {several} END",
+    )
+    target, table = MysqlTarget(server.url(database)), spec(id=pa.int64(), v=pa.string())
+    target.prepare(table, create=False, evolve="none")
+    for id, words in ((2, "no two"), (3, "Subquery returns more than 1 row")):
+        with pytest.raises(TargetRefused, match=words):
+            apply(target, table, [text(id, "v")])
+    apply(target, table, [text(1, "v")])
+
+
 def test_a_delete_that_cascades_is_refused(server: Server, database: str) -> None:
     table, target = spec(id=pa.int64(), v=pa.string()), MysqlTarget(server.url(database))
     target.prepare(table, create=True, evolve="none")

@@ -122,6 +122,25 @@ def test_a_json_that_is_too_deep_is_refused(server: Postgres, database: str) -> 
         apply(target, table, [one(1, {"v": "[" * 100_000 + "]" * 100_000})])
 
 
+def test_an_error_of_a_trigger_is_a_refusal_whatever_its_sqlstate(server: Postgres, database: str) -> None:
+    check = (
+        "BEGIN IF new.id = 2 THEN RAISE EXCEPTION 'no two' USING ERRCODE = 'ZZ001'; END IF;"
+        " IF new.id = 3 THEN new.v = (SELECT v FROM (VALUES ('a'), ('b')) AS two (v)); END IF; RETURN new; END"
+    )
+    server.run(
+        database,
+        "CREATE TABLE rows (id bigint PRIMARY KEY, v text)",
+        f"CREATE FUNCTION checked() RETURNS trigger LANGUAGE plpgsql AS $$ {check} $$",
+        "CREATE TRIGGER checked BEFORE INSERT ON rows FOR EACH ROW EXECUTE FUNCTION checked()",
+    )
+    target, table = PostgresTarget(url(server, database)), spec(id=pa.int64(), v=pa.string())
+    target.prepare(table, create=False, evolve="none")
+    for id, words in ((2, "no two"), (3, "more than one row returned by a subquery")):
+        with pytest.raises(TargetRefused, match=words):
+            apply(target, table, [text(id, "v")])
+    apply(target, table, [text(1, "v")])
+
+
 NESTED_KEYS = """
 inputs:
   - {topic: $left, pool: Raw, key-format: json, key-schema: "tags array<string>, place struct<a: bigint, b: string>",

@@ -105,6 +105,18 @@ def test_the_command_of_the_replay_writes_it(passed: Passed) -> None:
     assert passed.sql(LOG) == [(1, 0), (3, 2), (2, 1)]
 
 
+def test_a_table_that_fails_holds_back_no_other_table_of_a_replay(passed: Passed) -> None:
+    passed.mend()
+    passed.sql("ALTER TABLE rows RENAME TO others")
+    done = CliRunner().invoke(main, ["quarantine", "replay", str(passed.it.pipeline.path)])
+    assert (done.exit_code, done.stdout) == (1, "1 replayed, 0 left\n")
+    assert "sink rows, table rows is not there" in done.stderr
+    assert passed.sql(LOG) == [(1, 0), (3, 2), (2, 1)]
+    passed.sql("ALTER TABLE others RENAME TO rows")
+    passed.write()
+    assert passed.sql(ROWS) == [(1, None), (2, "x"), (3, None)]
+
+
 @pytest.mark.slow
 def test_a_record_that_a_sink_has_not_passed_comes_in_its_place(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
@@ -160,7 +172,8 @@ def test_the_command_names_the_column_where_the_table_may_not_change(
         done = CliRunner().invoke(main, command)
         assert done.exit_code == 1
         assert "sink rows, table rows: column more is missing. Set evolve: add, or run:\n" in done.stderr
-        assert passed.quarantine() == [("rows", 1)]
+        assert "sink log, table log: column more is missing." in done.stderr
+        assert passed.quarantine() == [("rows", 1), ("log", 1)]
     for table in ("rows", "log"):
         passed.sql(f"ALTER TABLE {table} ADD COLUMN more TEXT")
     assert CliRunner().invoke(main, command).exit_code == 0
