@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -139,11 +139,17 @@ class Head:
     rebuilt: Mapping[tuple[str, int], int] = field(default_factory=dict)
     """(topic, partition) of an input or an output → the offset that it had reached at the last rebuild of event rules. The
     account of earlier input records is by the rules of that time, and not by the rules that made the earlier outputs."""
+    former_tables: frozenset[str] = frozenset()
+    """The inputs that were tables, and that an edit of the rules has left without a table."""
 
     @property
     def table_topics(self) -> frozenset[str]:
-        """The inputs that are tables of views. A record of such an input may make any number of outputs, or none."""
-        return frozenset(item.topic for item in self.tables.values())
+        """The inputs that are or were tables of views. A record of such an input may have made any number of outputs, or none."""
+        return self.former_tables.union(item.topic for item in self.tables.values())
+
+    def with_tables(self, tables: Mapping[str, TableEntry]) -> Head:
+        """The head with the present tables."""
+        return replace(self, tables=tables, former_tables=self.table_topics - {item.topic for item in tables.values()})
 
     def positions(self, topic: str) -> dict[int, OutputPosition]:
         """Partition → position, of an output topic."""
@@ -202,6 +208,8 @@ def head_rows(head: Head) -> list[dict[str, object]]:
         rows.append({"kind": "rebuilt", "topic": topic, "partition": partition, "end": offset})
     for topic in sorted(head.several):
         rows.append({"kind": "several", "topic": topic})
+    for topic in sorted(head.former_tables):
+        rows.append({"kind": "former-table", "topic": topic})
     for name, (topic, text) in sorted(head.schemas.items()):
         rows.append({"kind": "schema", "topic": topic, "rule": name, "text": text})
     return rows
@@ -243,4 +251,5 @@ def parse_head(batch: int, rows: Sequence[Mapping[str, Any]]) -> Head:
         {r["rule"]: r["text"] for r in of("rule")},
         frozenset(r["topic"] for r in of("several")),
         {(r["topic"], r["partition"]): r["end"] for r in of("rebuilt")},
+        frozenset(r["topic"] for r in of("former-table")),
     )

@@ -114,7 +114,7 @@ class ViewBatch:
 
     def head(self, head: Head) -> Head:
         """The account's head with the views' definitions."""
-        return replace(head, views=self.views, tables=self.tables)
+        return replace(head.with_tables(self.tables), views=self.views)
 
     def schema(self, schema: pa.Schema) -> pa.Schema:
         """The staging table's columns with those of the state."""

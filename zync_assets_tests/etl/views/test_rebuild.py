@@ -79,6 +79,27 @@ def test_a_view_goes_on_after_retention_and_a_rebuild_of_its_state_names_what_is
     assert folded(it) == {1: "Anna", 2: "Rob", 3: "Anna", 4: "Rob"}
 
 
+def test_the_records_of_a_table_fit_the_account_when_no_view_uses_the_table_any_more(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """A record of a table may have made two outputs, or none."""
+    it = made(services, spark, tmp_path, unique, "")
+    it.send(it.right, row(7, name="Ann"), row(9, name="Rob"))
+    it.send(it.left, row(1, of=7), row(2, of=7))
+    it.step()
+    view = "    tables: {{t: {}{}}}\n    from: t{}\n    key: {{id: t.id}}\n    value: {{id: t.id, name: {}}}\n"
+    joined = view.format(it.left, f", u: {it.right}", " LEFT JOIN u ON t.of = u.id", "u.name")
+    alone = view.format(it.left, "", "", "CAST(t.of AS STRING)")
+    for id, (old, new, name) in enumerate([(joined, alone, "7"), (alone, joined, "Ann")], 3):
+        it = it.changed(old, new)
+        list(rebuild_all(it.pipeline, lambda: spark, "views"))
+        it.send(it.left, row(id, of=7))
+        it.step()
+        assert folded(it) == dict.fromkeys(range(1, id + 1), name)
+        found = exactly_once_done_coverage(it.pipeline, "Staging")
+        assert found.passed, found.summary
+
+
 @pytest.mark.slow
 def test_a_row_that_made_no_output_is_not_missed_after_retention(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
