@@ -53,7 +53,7 @@ def read_columns(uri: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         # Arrow raises a bare OSError for bytes that make no sense; the operating system's own carry a number.
         if error.errno is None:
             raise DamagedFile(f"file {uri} can't be read: {error}. {RESTORE}") from None
-        raise LakeError(f"file {uri} can't be read: {error}") from error
+        raise storage.failure(uri, error, f"file {uri} can't be read: {error}") from error
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:

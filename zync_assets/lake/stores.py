@@ -262,7 +262,7 @@ _DISK: tuple[tuple[str, type[LakeError], str], ...] = (
     (
         r"Permission denied|Operation not permitted|os error 13|[Ee]rrno 13",
         LakeError,
-        "this user may not do that. Give it the right to write",
+        "this user may not do that. Give it the right to read and write",
     ),
     (r"[Ee]rrno 2\] Cannot create directory", LakeError, "no folder can be made there. Name another folder"),
     # Hadoop's file system does not say why.

@@ -52,9 +52,16 @@ def open_table(uri: str) -> LakeTable | None:
     """The table at a place; None for an empty place.
 
     Raises TableUnsupported for a table that this package could misread, or whose progress could get lost. Raises LakeError
-    for a table that this process has seen and that has vanished or is at an older version now. Returns the known object if
-    its version is still the newest, without a read of the log.
+    for a table that this process has seen and that has vanished or is at an older version now, and for a folder that this user
+    may not read. Returns the known object if its version is still the newest, without a read of the log.
     """
+    try:
+        return _open_table(uri)
+    except OSError as error:
+        raise _unreadable(uri, error) from None
+
+
+def _open_table(uri: str) -> LakeTable | None:
     latest = _newest.get(uri)
     newest = _versions.get(uri, 0)  # before the look: another thread may see a newer one meanwhile
     if latest is not None and latest[0].version >= newest and log.newest_mark(uri, latest[0].version) == latest[1]:
@@ -73,7 +80,7 @@ def open_table(uri: str) -> LakeTable | None:
                 f"table {uri} uses a feature of the Delta protocol that is not known here: {stores.first_line(error)}."
                 f" {_WITHOUT}"
             ) from None
-        raise _lake_error(uri, error, "the Delta log can't be read", f" {storage.log_cure(uri)}") from None
+        raise _unreadable(uri, error) from None
     protocol = delta.protocol()
     features = set(protocol.reader_features or ())
     if protocol.min_reader_version not in (1, 3) or not features <= _READER_FEATURES:
@@ -319,6 +326,10 @@ def widen(table: LakeTable, columns: pa.Schema) -> LakeTable:
     if newest is None:
         raise LakeError(f"table {table.uri} vanished")
     return newest
+
+
+def _unreadable(uri: str, error: Exception) -> LakeError:
+    return _lake_error(uri, error, "the Delta log can't be read", f" {storage.log_cure(uri)}")
 
 
 def _lake_error(uri: str, error: Exception, problem: str, cure: str = "") -> LakeError:

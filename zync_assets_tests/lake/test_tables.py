@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -54,6 +55,23 @@ def test_where_nothing_is_there_is_no_table(uri: str, tmp_path: Path) -> None:
     assert open_table(uri) is None
     (tmp_path / "Raw").mkdir()
     assert open_table(str(tmp_path / "Raw")) is None
+
+
+@pytest.mark.parametrize("was_open", [False, True])
+def test_a_folder_that_this_user_may_not_read_is_an_error_of_its_table(table: str, was_open: bool) -> None:
+    if was_open:
+        opened(table)
+    Path(table).chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # root may read everything
+    try:
+        with pytest.raises(LakeError, match=f"lake {table}: this user may not do that. Give it the right to read"):
+            open_table(table)
+    finally:
+        os.seteuid(user)
+        Path(table).chmod(0o755)
+    assert rows(opened(table).uri) == [0, 1, 2]
 
 
 def test_files_come_back_with_their_statistics(table: str) -> None:
