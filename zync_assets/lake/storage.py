@@ -303,6 +303,18 @@ def require_files(uri: str, paths: Sequence[str]) -> None:
             pass
 
 
+def missing_file(uri: str, paths: Sequence[str]) -> str | None:
+    """The first of some files below a folder that is not there; None if all are there. LakeError if the store refuses."""
+    system, base = filesystem(uri)
+
+    def is_there(path: str) -> bool:
+        with access_errors(join(uri, path), "can't be found"):
+            return system.get_file_info(join(base, path)).is_file
+
+    with ThreadPoolExecutor(_FOOTERS if is_store(uri) else 1) as threads:
+        return next((path for path, there in zip(paths, threads.map(is_there, paths), strict=True) if not there), None)
+
+
 def remove_files(uri: str, prefix: str = "") -> None:
     """Remove the Parquet files below a folder that no commit names. If the store refuses to remove a file, a later clean-up
     removes it. ``prefix``: of the files' paths below the folder."""

@@ -197,6 +197,15 @@ def _check_fresh(uri: str, files: Sequence[DataFile]) -> None:
         )
 
 
+def _check_presence(uri: str, files: Sequence[DataFile]) -> None:
+    """Refuse files that are gone. Another program's VACUUM with a short retention removes files that wait for their commit."""
+    if (path := storage.missing_file(uri, [item.path for item in files])) is not None:
+        raise CommitConflict(
+            f"table {uri}: file {path} was removed before its commit, as by a VACUUM of less than a week. Nothing was"
+            " committed. Run the command again: it writes new files"
+        )
+
+
 CONFIGURATION: Mapping[str, str | None] = {"delta.dataSkippingNumIndexedCols": "-1"}
 """delta-rs reads the statistics of the first 32 columns alone unless a table says otherwise. The order of a raw table is its last
 column."""
@@ -255,6 +264,7 @@ def commit(
     """
     _check_writable(table)
     _check_fresh(table.uri, files)
+    _check_presence(table.uri, files)
     if files or removals:
         tampering.check(table)
     now = int(time.time() * 1000)

@@ -7,7 +7,8 @@ package's own encoder: to make data takes a few seconds.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from zync_assets.codecs.dispatch import make_encoder
 from zync_assets.kafka.registry import Registry
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_states
 from zync_assets.lake import raw, storage
+from zync_assets.lake.log import DataFile
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import HEADERS_TYPE, KAFKA_TYPE, RangeWriter, raw_schema
 from zync_assets.pipeline import Format, Pipeline
@@ -215,3 +217,11 @@ def opened_raw(lake: str, pool: str, topic: str, known: Known | None = None) -> 
     if known is not None and state is not None:
         known[topic] = state
     return state
+
+
+def make_empty(uri: str, files: Iterable[DataFile]) -> None:
+    """Make empty files of a history that the log alone has: no commit takes a file that is not there."""
+    for item in files:
+        path = Path(uri, item.path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()

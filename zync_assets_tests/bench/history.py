@@ -27,7 +27,7 @@ from zync_assets.lake.log import DataFile
 from zync_assets.offsets import RANGE_SIZE, OffsetRange
 from zync_assets.pipeline import Pipeline
 from zync_assets.runner import etl_all
-from zync_assets_tests.bench.data import EPOCH
+from zync_assets_tests.bench.data import EPOCH, make_empty
 from zync_assets_tests.bench.etl import REST, append_invoices
 from zync_assets_tests.bench.table import time_row
 from zync_assets_tests.bench.world import World
@@ -205,6 +205,7 @@ def _lengthen_raw(pipeline: Pipeline, topic: str, count: int) -> None:
     assert state is not None
     start = state.next[0]
     files = _history_files(None, start, count)
+    make_empty(state.table.uri, files)
     advance = raw.RawAdvance(topic, "bench", state.table.schema, files, {}, {0: _history_end(start, count)})
     raw.commit_advance(storage.raw_uri(pipeline.lake, "Raw", topic), state, advance)
 
@@ -227,6 +228,7 @@ def _lengthen_staging(pipeline: Pipeline, count: int) -> None:
         counts[name, partition, "done"] = counts.get((name, partition, "done"), 0) + records
     out = head.outputs[topic, 0]
     files = _history_files(topic, out.next, count)
+    make_empty(state.table.uri, files)
     outputs = {**head.outputs, (topic, 0): replace(out, next=_history_end(out.next, count))}
     after = replace(head, batch=head.batch + 1, inputs=inputs, outputs=outputs, counts=counts)
     ledger = staging.write_ledger(state.table.uri, f"{staging.ACCOUNT_FOLDER}/folded-history.parquet", entries)

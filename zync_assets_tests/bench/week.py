@@ -185,11 +185,13 @@ class _Run:
             DataFile(f"compact-{uuid.uuid4().hex}.parquet", 1000, LARGE, 0, at, at + LARGE - 1, now, now)
             for at in starts
         ]
+        data.make_empty(raw_state.table.uri, made)
         advance = raw.RawAdvance(TOPIC, "bench", raw_state.schema, made, {}, {0: self.end}, times={0: now})
         raw.commit_advance(raw_state.table.uri, raw_state, advance)
         outputs = [
             replace(item, path=f"compact-{uuid.uuid4().hex}/topic={OUT}/part-0.parquet", group=OUT) for item in made
         ]
+        data.make_empty(state.table.uri, outputs)
         head = self._next_head(state.head)
         staging.commit_batch(self.lake, POOL, state, head, BASE_SCHEMA, outputs)
 

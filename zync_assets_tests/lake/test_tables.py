@@ -243,6 +243,16 @@ def test_a_table_that_another_program_vacuumed_has_another_cure(table: str) -> N
         commit(opened(table), [file(table, records([3]))], {"n": 4})
 
 
+def test_a_file_that_a_vacuum_removed_before_its_commit_is_not_committed(table: str) -> None:
+    before = opened(table)
+    lost = file(table, records([3]))
+    DeltaTable(table).vacuum(0, dry_run=False, enforce_retention_duration=False, full=True)
+    with pytest.raises(CommitConflict, match=f"file {lost.path} was removed before its commit"):
+        commit(before, [lost], {"n": 4})
+    commit(opened(table), [file(table, records([3]))], {"n": 4})
+    assert rows(table) == [0, 1, 2, 3]
+
+
 def test_commits_of_ours_that_rebase_onto_each_other_change_nothing_that_is_foreign(table: str) -> None:
     old = opened(table).files
     ingest, compaction, replay = opened(table), opened(table), opened(table)

@@ -22,6 +22,8 @@ dice = random.Random(1)
 
 
 def entry(number):
+    os.makedirs(uri, exist_ok=True)
+    open(f"{uri}/part-{number}.parquet", "w").close()
     return log.DataFile(f"part-{number}.parquet", 1, 1, 0, number, number)
 
 
