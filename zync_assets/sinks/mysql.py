@@ -46,6 +46,7 @@ from zync_assets.sinks.mysql_types import (
     refuse_large,
     signed_bits,
     stored_values,
+    watch_host,
 )
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import (
@@ -149,6 +150,7 @@ class MysqlTarget(SqlTarget):
             arguments |= tls_options(tls)
         engine = sa.create_engine(url.difference_update_query(tls), poolclass=sa.pool.NullPool, connect_args=arguments)
         event.listen(engine, "connect", _begin_session)
+        event.listen(engine, "connect", watch_host)
         if "read_timeout" in arguments:
             event.listen(engine, "connect", _end_timeout)
         return engine

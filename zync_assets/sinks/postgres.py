@@ -73,6 +73,7 @@ OPTIONS = {
     "options": "-c timezone=UTC -c intervalstyle=iso_8601 -c lock_timeout=10s",
     "application_name": "zync",
     **{f"keepalives_{name}": number for name, number in (("idle", "30"), ("interval", "10"), ("count", "3"))},
+    "tcp_user_timeout": "60000",
 }
 """Options of a connection that the URL may set otherwise. Other sinks and steps wait as long as a statement does. A lock, or a
 server that does not answer, is therefore an outage soon."""

@@ -401,6 +401,15 @@ def test_a_server_on_another_host_must_have_a_certificate_that_the_system_trusts
     assert cipher("read_timeout=99").startswith("TLS_")
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the option is Linux's")
+def test_a_statement_ends_when_the_host_of_the_server_is_gone(server: Server, database: str) -> None:
+    with MysqlTarget(server.url(database)).engine().connect() as connection:
+        own: Any = connection.connection.driver_connection
+        assert own._sock.gettimeout() is None
+        assert own._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+        assert own._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+
+
 def test_the_least_rights_are_enough(server: Server, database: str) -> None:
     user = f"w{database}"[:16]
     server.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -85,6 +86,15 @@ inputs:
 sinks:
   - {name: house, type: postgres, url: "URL", from: [Raw.$left], table: rows, key: [value.id], delete: false}
 """
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the option is Linux's")
+def test_a_statement_ends_when_the_host_of_the_server_is_gone(server: Postgres, database: str) -> None:
+    with PostgresTarget(url(server, database)).engine().connect() as connection:
+        driver: Any = connection.connection.driver_connection
+        with socket.socket(fileno=os.dup(driver.fileno())) as own:
+            assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+            assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
 
 
 def test_a_key_with_a_character_that_postgres_lacks_is_put_aside(
