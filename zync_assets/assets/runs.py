@@ -27,6 +27,7 @@ from dagster import (
     DagsterInstance,
     DagsterRun,
     DagsterRunStatus,
+    DefaultRunLauncher,
     RunRecord,
     RunRequest,
     RunsFilter,
@@ -159,6 +160,8 @@ UNDER_WAY = [
 ]
 _SERVER_TAG: str = private("dagster", "dagster._core.storage.tags", "GRPC_INFO_TAG")
 
+LAUNCH_SECONDS = 180.0
+"""The longest time that the launch of a run takes; Dagster's own default for the start of a run."""
 AWAIT_SECONDS = 30.0
 """The longest wait of a run for the ingest of its inputs. Ingest may lie in Dagster's queue behind this run."""
 AWAIT_PAUSE = 0.2
@@ -176,8 +179,12 @@ class ActiveRuns:
 
     @cached_property
     def _runs(self) -> Sequence[DagsterRun]:
-        runs = self._instance.get_runs(RunsFilter(statuses=UNDER_WAY))
-        return [run for run in runs if not _is_dead(run)]
+        records = self._instance.get_run_records(RunsFilter(statuses=UNDER_WAY))
+        return [
+            record.dagster_run
+            for record in records
+            if not _is_dead(record.dagster_run) and not _never_started(self._instance, record)
+        ]
 
     def count(self, pipeline: str) -> int:
         """How many runs of a pipeline there are."""
@@ -229,6 +236,21 @@ def _is_dead(run: DagsterRun) -> bool:
         except OSError:
             return False
     return False
+
+
+def _never_started(instance: DagsterInstance, record: RunRecord) -> bool:
+    """Whether the daemon or the webserver died while it launched a run. Nobody launches such a run again.
+
+    A launched run has the address of its server, if it is a run of Dagster's own launcher. Runs of another launcher may take
+    long to start.
+    """
+    run = record.dagster_run
+    never_launched = run.status == DagsterRunStatus.NOT_STARTED or (
+        run.status == DagsterRunStatus.STARTING
+        and _SERVER_TAG not in run.tags
+        and isinstance(instance.run_launcher, DefaultRunLauncher)
+    )
+    return never_launched and time.time() - record.update_timestamp.timestamp() > LAUNCH_SECONDS
 
 
 def request_history(instance: DagsterInstance, pipeline: str, job: str, step: str | None = None) -> Sequence[RunRecord]:

@@ -23,6 +23,7 @@ from dagster import (
     DagsterEventType,
     DagsterInstance,
     DagsterRunStatus,
+    DefaultRunLauncher,
     DefaultSensorStatus,
     RunsFilter,
     SensorResult,
@@ -253,6 +254,23 @@ def test_a_run_whose_server_is_gone_holds_nothing_back(rig: Rig, ticks: Ticks, t
         rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED, tags=tags)
         due = sorted([rig.names.ingest_job(rig.payments), rig.names.staging_job("Staging")])
         assert jobs(ticks()) == ([] if alive else due)
+
+
+@pytest.mark.parametrize("status", [DagsterRunStatus.NOT_STARTED, DagsterRunStatus.STARTING])
+def test_a_run_whose_launch_was_cut_off_holds_nothing_back(
+    rig: Rig, ticks: Ticks, monkeypatch: pytest.MonkeyPatch, status: DagsterRunStatus
+) -> None:
+    """The daemon was killed before the run had a server: nobody launches the run again."""
+    settled(rig, ticks)
+    rig.send(rig.payments, payments(1))
+    ingest = rig.names.ingest_job(rig.payments)
+    run = rig.instance.create_run_for_job(rig.definitions.resolve_job_def(ingest), status=status)
+    waiting = ticks()
+    assert waiting.skip_reason is not None
+    assert f"run {run.run_id[:8]} is {status.value.lower()}" in (waiting.skip_reason.skip_message or "")
+    monkeypatch.setattr("zync_assets.assets.runs.LAUNCH_SECONDS", 0.0)
+    monkeypatch.setattr(type(rig.instance), "run_launcher", DefaultRunLauncher())
+    assert jobs(ticks()) == sorted([ingest, rig.names.staging_job("Staging")])
 
 
 def test_a_failed_step_is_asked_for_again_later(rig: Rig, ticks: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
