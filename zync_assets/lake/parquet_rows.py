@@ -48,11 +48,11 @@ def read_columns(uri: str, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     except FileNotFoundError:
         raise DamagedFile(f"file {uri} {MISSING}. {RESTORE}") from None
     except pa.ArrowInvalid as error:
-        raise DamagedFile(f"file {uri} can't be read: {error}. {RESTORE}") from None
+        raise DamagedFile(f"file {uri} can't be read: {stores.first_line(error)}. {RESTORE}") from None
     except OSError as error:
         # Arrow raises a bare OSError for bytes that make no sense; the operating system's own carry a number.
         if error.errno is None:
-            raise DamagedFile(f"file {uri} can't be read: {error}. {RESTORE}") from None
+            raise DamagedFile(f"file {uri} can't be read: {stores.first_line(error)}. {RESTORE}") from None
         raise storage.failure(uri, error, f"file {uri} can't be read: {error}") from error
 
 
