@@ -104,7 +104,6 @@ _REFUSALS = {
 """Nulls, duplicates, values out of range, too long or of the wrong form, foreign keys, checks, triggers, partitions."""
 _OF_USERS = 10_000
 """Servers send no such numbers. A trigger's SIGNAL may set one by MYSQL_ERRNO."""
-
 _LOCKED = 1205
 """Another program has held a lock for too long."""
 _DENIED = {1044, 1142, 1143, 1227}
