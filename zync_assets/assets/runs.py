@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -19,11 +20,13 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import psutil
 from dagster import (
     AssetCheckEvaluation,
     AssetCheckKey,
     AssetCheckSeverity,
     AssetKey,
+    DagsterEventType,
     DagsterInstance,
     DagsterRun,
     DagsterRunStatus,
@@ -183,7 +186,7 @@ class ActiveRuns:
         return [
             record.dagster_run
             for record in records
-            if not _is_dead(record.dagster_run) and not _never_started(self._instance, record)
+            if not _is_dead(self._instance, record.dagster_run) and not _never_started(self._instance, record)
         ]
 
     def count(self, pipeline: str) -> int:
@@ -219,8 +222,13 @@ def turn_seconds(tags: Mapping[str, str]) -> float:
     return SINK_SECONDS if names.STEP_TAG in tags else math.inf
 
 
-def _is_dead(run: DagsterRun) -> bool:
-    """Whether the code server of a run on this machine has died, as after a power cut. Such a run stays "started" for ever.
+_STARTED = re.compile(r"Started process for run \(pid: (\d+)\)")
+"""The event of a process that begins a run."""
+
+
+def _is_dead(instance: DagsterInstance, run: DagsterRun) -> bool:
+    """Whether the code server or the process of a run on this machine has died, as after a power cut. Such a run stays "started"
+    for ever.
 
     The function trusts the status of a run on another machine or by another launcher.
     """
@@ -235,7 +243,15 @@ def _is_dead(run: DagsterRun) -> bool:
             return True
         except OSError:
             return False
-    return False
+    # The proxy of `dagster dev` answers when another code server has taken the place of the run's own server.
+    return run.status in (DagsterRunStatus.STARTED, DagsterRunStatus.CANCELING) and _process_is_gone(instance, run)
+
+
+def _process_is_gone(instance: DagsterInstance, run: DagsterRun) -> bool:
+    events = instance.get_records_for_run(run.run_id, of_type=DagsterEventType.ENGINE_EVENT, limit=20).records
+    begins = (_STARTED.search(event.event_log_entry.message) for event in events)
+    pid = next((int(begin[1]) for begin in begins if begin is not None), None)
+    return pid is not None and not psutil.pid_exists(pid)
 
 
 def _never_started(instance: DagsterInstance, record: RunRecord) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from dagster import (
     SensorResult,
     build_sensor_context,
 )
+from dagster._core.events import EngineEventData
 from dagster._core.storage.tags import GRPC_INFO_TAG
 
 from zync_assets import pipeline_file
@@ -254,6 +256,27 @@ def test_a_run_whose_server_is_gone_holds_nothing_back(rig: Rig, ticks: Ticks, t
         rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED, tags=tags)
         due = sorted([rig.names.ingest_job(rig.payments), rig.names.staging_job("Staging")])
         assert jobs(ticks()) == ([] if alive else due)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_run_whose_process_is_gone_holds_nothing_back(rig: Rig, ticks: Ticks, tmp_path: Path, alive: bool) -> None:
+    """The proxy of `dagster dev` listens on, whichever code server had the run."""
+    settled(rig, ticks)
+    rig.send(rig.payments, payments(1))
+    job = rig.definitions.resolve_job_def(rig.names.ingest_job(rig.payments))
+    with subprocess.Popen(["sleep", "60"]) as process, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+        tags = {GRPC_INFO_TAG: json.dumps({"host": "localhost", "socket": str(tmp_path / "s")})}
+        run = rig.instance.create_run_for_job(job, status=DagsterRunStatus.STARTED, tags=tags)
+        began = f"Started process for run (pid: {process.pid})."
+        rig.instance.report_engine_event(began, run, EngineEventData.in_process(process.pid))
+        if not alive:
+            process.kill()
+            process.wait()
+        due = sorted([rig.names.ingest_job(rig.payments), rig.names.staging_job("Staging")])
+        assert jobs(ticks()) == ([] if alive else due)
+        process.kill()
 
 
 @pytest.mark.parametrize("status", [DagsterRunStatus.NOT_STARTED, DagsterRunStatus.STARTING])
