@@ -52,8 +52,8 @@ def open_table(uri: str) -> LakeTable | None:
     """The table at a place; None for an empty place.
 
     Raises TableUnsupported for a table that this package could misread, or whose progress could get lost. Raises LakeError
-    for a table that this process has seen and that has vanished or is at an older version now, and for a folder that this user
-    may not read. Returns the known object if its version is still the newest, without a read of the log.
+    for a table that this process has seen and that has vanished or is at an older version now. Raises LakeError also for a
+    folder that this user may not read. Returns the known object if its version is still the newest, without a read of the log.
     """
     try:
         return _open_table(uri)

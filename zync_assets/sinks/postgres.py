@@ -83,8 +83,8 @@ _LOCK_SPACE = 0x7A796E63
 _PASSING = ("08", "53", "57", "58", "40", "55P", "55006")
 """How SQLSTATEs of outages begin: connection, resources, operator, system, rollback by a deadlock, locks, object in use."""
 _REFUSALS = ("21", "22", "23", "44", "P0", "54000", "54001")
-"""How SQLSTATEs of refusals begin: several rows of a subquery in a trigger, data, integrity, WITH CHECK OPTION, an error of a
-trigger, too long for an index, too deep."""
+"""How SQLSTATEs of refusals begin. In order: a trigger's subquery with several rows; data; integrity; WITH CHECK OPTION. Then a
+trigger's own error; too long for an index; too deep."""
 _SERVER_CLASS = re.compile("0[01238ABFLPZ]|10|2[0-8BDF]|34|3[89BDF]|4[024]|5[34578]|72|F0|HV|P0|XX")
 """The classes of PostgreSQL's own SQLSTATEs (appendix A of its manual). A trigger may raise an error with another class."""
 _LOCKED = "55P03"
