@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -218,7 +218,28 @@ def _with_cure(error: TargetUnavailable) -> TargetUnavailable:
 def planned(pipeline: Pipeline, sink: Sink, table: SinkTable) -> SinkPlan:
     """The plan of the next batch. Its errors name the sink and the cure of an outage."""
     with remedies(sink.name, table.name):
-        return plan_sink(pipeline, sink, table)
+        return _next_plan(pipeline, sink, table)
+
+
+def _next_plan(pipeline: Pipeline, sink: Sink, table: SinkTable, limit: int = BATCH_OFFSETS) -> SinkPlan:
+    """The plan of the next batch; without records while the sink waits for the first value."""
+    plan = plan_sink(pipeline, sink, table, limit)
+    return replace(plan, ranges=()) if _waits_for_values(plan) else plan
+
+
+def _waits_for_values(plan: SinkPlan) -> bool:
+    """Whether an expression of ``before:`` reads the value, and no record of the source has a value yet. The first value gives
+    the expression its type. The records before it wait: they have no row."""
+    name = side_names(plan)["value"]
+    if plan.state is None or (
+        name in plan.state.schema.names and not pa.types.is_null(plan.state.schema.field(name).type)
+    ):
+        return False
+    # Spark's workers load no parser.
+    from zync_assets.pipeline_file.expressions import columns, parse
+
+    expressions = [*plan.sink.added.values(), *([] if plan.sink.where is None else [plan.sink.where])]
+    return any(parts[0].lower() == "value" for sql in expressions for parts in columns(parse(sql).tree))
 
 
 def _with_place(text: str, sink: str, table: str) -> str:
@@ -255,7 +276,7 @@ def _apply_retention(pipeline: Pipeline, table: SinkTable) -> None:
 def read_sink(pipeline: Pipeline, session: Session, sink: str, table: str, limit: int = BATCH_OFFSETS) -> SinkBatch:
     """The next batch of a target table. The batch is lazy and starts no session."""
     sink_definition = pipeline.sink(sink)
-    return read_source(session, plan_sink(pipeline, sink_definition, sink_definition.table(table), limit))
+    return read_source(session, _next_plan(pipeline, sink_definition, sink_definition.table(table), limit))
 
 
 def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCommit | None:
@@ -263,8 +284,6 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
 
     def commit(batch: SinkBatch) -> SinkCommit | None:
         batch = write_replays(batch)
-        if _waits_for_values(batch.plan):
-            return None
         if not batch.plan.nothing_to_do:
             _warn_of_removed_records(batch.plan)
             _warn_of_changing_key(batch.plan)
@@ -317,21 +336,6 @@ def replay_sinks(pipeline: Pipeline, session: Session, topics: Collection[str], 
         except ZyncError as error:
             replay.troubles.append(error)
     return replay
-
-
-def _waits_for_values(plan: SinkPlan) -> bool:
-    """Whether an expression of ``before:`` reads the value, and no record of the source has a value yet. The first value gives
-    the expression its type. The records before it wait: they have no row."""
-    # Spark's workers load no parser.
-    from zync_assets.pipeline_file.expressions import columns, parse
-
-    name = side_names(plan)["value"]
-    if plan.state is None or (
-        name in plan.state.schema.names and not pa.types.is_null(plan.state.schema.field(name).type)
-    ):
-        return False
-    expressions = [*plan.sink.added.values(), *([] if plan.sink.where is None else [plan.sink.where])]
-    return any(parts[0].lower() == "value" for sql in expressions for parts in columns(parse(sql).tree))
 
 
 def _warn_of_removed_records(plan: SinkPlan) -> None:

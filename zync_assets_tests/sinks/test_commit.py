@@ -30,7 +30,7 @@ from zync_assets.sinks import replay, steps
 from zync_assets.sinks.commit import commit_sink
 from zync_assets.sinks.plan import plan_sink, read_source
 from zync_assets.sinks.replay import LEFT_OUT, OVERTAKEN, drop_refused, refused_records
-from zync_assets.sinks.steps import Turn, replay_sinks, reset_sink, sink_all, sink_awake
+from zync_assets.sinks.steps import Turn, planned, replay_sinks, reset_sink, sink_all, sink_awake
 from zync_assets.sinks.target import Place
 from zync_assets_tests.mini import BOTH, Mini, die, framed, mini, row, run
 
@@ -328,6 +328,9 @@ def test_expressions_wait_for_the_first_value(
     id = Registry(RegistryConfig(services.registry_url)).register(f"{it.left}-value", json.dumps(schema))
     it.send(it.left, ("a", None), ("b", None))
     it.ingest()
+    # A sensor requests no run of a sink that waits.
+    plans = [planned(it.pipeline, sink, sink.tables[0]) for sink in it.pipeline.sinks]
+    assert [plan.sink.name for plan in plans if not plan.nothing_to_do] == ["all"]
     assert [made.sink for made in sink_all(it.pipeline, lambda: spark)] == ["all"]
     it.send(it.left, ("a", framed(id, schema, {"v": "7"})))
     it.ingest()
