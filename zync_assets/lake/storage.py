@@ -303,7 +303,7 @@ def require_files(uri: str, paths: Sequence[str]) -> None:
             pass
 
 
-def missing_file(uri: str, paths: Sequence[str]) -> str | None:
+def absent_file(uri: str, paths: Sequence[str]) -> str | None:
     """The first of some files below a folder that is not there; None if all are there. LakeError if the store refuses."""
     system, base = filesystem(uri)
 
@@ -311,7 +311,7 @@ def missing_file(uri: str, paths: Sequence[str]) -> str | None:
         with access_errors(join(uri, path), "can't be found"):
             return system.get_file_info(join(base, path)).is_file
 
-    with ThreadPoolExecutor(_FOOTERS if is_store(uri) else 1) as threads:
+    with ThreadPoolExecutor(_FOOTERS) as threads:
         return next((path for path, there in zip(paths, threads.map(is_there, paths), strict=True) if not there), None)
 
 

@@ -199,7 +199,7 @@ def _check_fresh(uri: str, files: Sequence[DataFile]) -> None:
 
 def _check_presence(uri: str, files: Sequence[DataFile]) -> None:
     """Refuse files that are gone. Another program's VACUUM with a short retention removes files that wait for their commit."""
-    if (path := storage.missing_file(uri, [item.path for item in files])) is not None:
+    if (path := storage.absent_file(uri, [item.path for item in files])) is not None:
         raise CommitConflict(
             f"table {uri}: file {path} was removed before its commit, as by a VACUUM of less than a week. Nothing was"
             " committed. Run the command again: it writes new files"
