@@ -251,7 +251,7 @@ def refuse_large(connection: Connection, statement: str, rows: Sequence[tuple[An
 
 
 def watch_host(connection: Any, record: object) -> None:
-    """Set the options that end a statement when the server's host is gone. Without them, PyMySQL would wait for two hours."""
+    """Set _HOST_OPTIONS. A statement then ends about a minute after the server's host disappears, and not after two hours."""
     sock = of("PyMySQL", connection, "_sock")
     if sock.family != socket.AF_UNIX:
         for name, number in _HOST_OPTIONS.items():
