@@ -191,6 +191,34 @@ def interrupts_later() -> Generator[None]:
         deliver()
 
 
+@contextlib.contextmanager
+def children_outlive_sigterm() -> Generator[None]:
+    """Programs that this thread starts within, with a ``preexec_fn``, ignore SIGTERM.
+
+    ``timeout`` signals a process's group, and systemd all processes of a unit. A JVM would end at once and so fail the batch
+    that its process lets end. A JVM that starts with an ignored signal goes on ignoring the signal.
+    """
+    _thread.outlives_sigterm = True
+    try:
+        yield
+    finally:
+        _thread.outlives_sigterm = False
+
+
+def _ignore_sigterm() -> None:
+    if _thread.outlives_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class _Thread(threading.local):
+    outlives_sigterm: bool = False
+
+
+_thread = _Thread()
+# subprocess calls the hooks of a fork where there is a `preexec_fn`: pyspark gives one that ignores Ctrl-C.
+os.register_at_fork(after_in_child=_ignore_sigterm)
+
+
 _ORIGIN = "import importlib.util as u; found = u.find_spec('zync_assets'); print(found.origin if found else '')"
 
 

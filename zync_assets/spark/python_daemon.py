@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 
 QUIET = {
     "OPENBLAS_NUM_THREADS": "1",
@@ -47,5 +48,8 @@ def load() -> None:
 if __name__ == "__main__":
     load()
     from pyspark.daemon import manager
+
+    # systemd signals all processes of a unit. Spark ends the daemon by closing its input, and a worker by SIGKILL.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     manager()

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from zync_assets.errors import SetupError, SparkUnavailable
 from zync_assets.local.java import find_java
-from zync_assets.local.processes import children, interrupts_later, jvm_output, kill_children, python_environment
+from zync_assets.local.processes import (
+    children,
+    children_outlive_sigterm,
+    interrupts_later,
+    jvm_output,
+    kill_children,
+    python_environment,
+)
 from zync_assets.pipeline import SHARED
 from zync_assets.private import of, private
 from zync_assets.spark import shared_servers
@@ -134,7 +141,8 @@ def start_jvm(settings: Mapping[str, str]) -> None:
         with interrupts_later(), _variables(python_environment()), jvm_output() as (output, first_words):
             earlier = children()
             try:
-                gateway = launch_gateway(public, {"stdout": output, "stderr": output})
+                with children_outlive_sigterm():
+                    gateway = launch_gateway(public, {"stdout": output, "stderr": output})
             except PySparkRuntimeError as error:
                 raise _start_error(first_words() or cause_line(error)) from None
             except KeyboardInterrupt:

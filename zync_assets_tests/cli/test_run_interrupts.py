@@ -1,4 +1,4 @@
-"""Ctrl-C in the commands that use Spark: in one line, at once, and nothing is lost."""
+"""Ctrl-C and SIGTERM in the commands that use Spark: in one line, at once, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zync_assets.pipeline import Pipeline
 from zync_assets_tests.mini import BOTH, JOIN, log_of, make_pipeline, read_topic, row, run, send, start
 
 INTERRUPT = """
-import os, signal, sys, threading, time
+import os, psutil, signal, sys, threading, time
 def stack():
     frame, names = sys._current_frames()[threading.main_thread().ident], set()
     while frame is not None:
@@ -25,6 +25,12 @@ def stack():
 def interrupt():
     while not names <= stack():
         time.sleep(0.001)
+    if everywhere:
+        # systemd's KillMode=control-group.
+        for process in psutil.Process().children(recursive=True):
+            process.terminate()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
     os.killpg(0, signal.SIGINT)
     while again:
         time.sleep(0.05)
@@ -35,16 +41,19 @@ def interrupt():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Thread(target=interrupt, daemon=True).start()
 """
-"""Sends Ctrl-C to the whole process group once all functions of a set are under way in the main thread."""
+"""Sends Ctrl-C to the whole process group once all functions of a set are under way in the main thread. With ``everywhere``,
+it sends SIGTERM to the process and all its children."""
 
 
-def interrupted(pipeline: Pipeline, command: str, *functions: str, again: bool = False) -> tuple[int, str]:
+def interrupted(
+    pipeline: Pipeline, command: str, *functions: str, again: bool = False, everywhere: bool = False
+) -> tuple[int, str]:
     """The exit code and the words of a command, whose JVM must end as well.
 
-    ``again``: Ctrl-C is sent on and on while the functions are under way.
+    ``again``: Ctrl-C is sent on and on while the functions are under way. ``everywhere``: SIGTERM to all processes instead.
     """
     mark = secrets.token_hex()
-    values = f"names, again = {set(functions)!r}, {again!r}"
+    values = f"names, again, everywhere = {set(functions)!r}, {again!r}, {everywhere!r}"
     process = start(pipeline, command, first=f"{values}\n{INTERRUPT}\nos.environ['MARK'] = '{mark}'")
     try:
         code = process.wait(280)
@@ -97,6 +106,22 @@ def test_a_command_ends_in_one_line_and_the_next_one_does_its_work(
 
 def test_a_second_ctrl_c_ends_the_start_of_a_jvm_at_once(pipeline: Pipeline) -> None:
     assert interrupted(pipeline, "from-kafka", *START, again=True) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [
+        [(QUERY, "ingest")],
+        pytest.param([(START, "ingest"), (CONTEXT, "ingest"), (IDLE, "etl")], marks=pytest.mark.slow),
+    ],
+    ids=["in a query", "at every moment"],
+)
+def test_sigterm_to_all_processes_fails_no_batch_that_is_under_way(
+    pipeline: Pipeline, moments: list[tuple[tuple[str, ...], str]]
+) -> None:
+    for moment, step in moments:
+        code, text = interrupted(pipeline, "run", *moment, everywhere=True)
+        assert (code, text.startswith(step), "error" in text, "Traceback" in text) == (0, True, False, False), text
 
 
 @pytest.mark.slow
