@@ -14,7 +14,7 @@ placeholder overwrites no value downstream. ``spark.sql.is_placeholder`` has the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -28,9 +28,8 @@ from zync_assets.etl.output_types import OutputType
 from zync_assets.etl.rules.output_schemas import parse_group
 from zync_assets.kafka.topics import RecordLimits, known_limits, new_topic_config, topic_states
 from zync_assets.lake import staging
-from zync_assets.pipeline import Output, Pipeline
-from zync_assets.publish.encoding import RowSchema, encoder_of, payloads, row_schema, without_fields
-from zync_assets.publish.headers import MOST_SOURCES, most_source_bytes
+from zync_assets.pipeline import SOURCE_HEADER, Output, Pipeline
+from zync_assets.publish.encoding import MOST_SOURCES, RowSchema, encoder_of, payloads, row_schema, without_fields
 from zync_assets.spark.sql import is_placeholder, name_sql, path_sql, placeholder_texts, text_sql
 
 if TYPE_CHECKING:
@@ -254,6 +253,13 @@ def row_checks(
         odd.append(f"{name_sql(key)} IS NULL" if any(name == key for name, _ in sides) else "true")
     condition = " OR ".join(f"coalesce({part}, false)" for part in odd) or "false"
     return RowChecks(condition, min(LARGE, topic_limits.size), sides, sizes)
+
+
+def most_source_bytes(topics: Iterable[str]) -> int:
+    """The most bytes that the header of one raw record takes. ``topics``: the possible topics of the record."""
+    longest = max((len(topic) for topic in topics), default=0)
+    # Two numbers, of 10 and of 19 digits, and the lengths of the header's name and value.
+    return len(SOURCE_HEADER) + len('{"topic":"","partition":,"offset":}') + longest + 10 + 19 + 10
 
 
 def side_format(item: Output, column: str) -> str:

@@ -35,7 +35,7 @@ from sqlalchemy.sql.elements import Grouping
 
 from zync_assets.errors import SinkError, TableLocked, TargetRefused, TargetUnavailable
 from zync_assets.pipeline_file.fields import TLS_FILES, TLS_SWITCHES, option_fault
-from zync_assets.private import put
+from zync_assets.private import of, put
 from zync_assets.sinks.fold import DELETE, OP, REPLACE
 from zync_assets.sinks.mysql_types import (
     TEXTS,
@@ -46,8 +46,8 @@ from zync_assets.sinks.mysql_types import (
     refuse_large,
     signed_bits,
     stored_values,
-    watch_host,
 )
+from zync_assets.sinks.server_watch import TCP_OPTIONS, watch_server
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import (
     BOOK,
@@ -149,7 +149,7 @@ class MysqlTarget(SqlTarget):
             arguments |= tls_options(tls)
         engine = sa.create_engine(url.difference_update_query(tls), poolclass=sa.pool.NullPool, connect_args=arguments)
         event.listen(engine, "connect", _begin_session)
-        event.listen(engine, "connect", watch_host)
+        watch_server(engine, arguments, lambda connection: of("PyMySQL", connection, "_sock"), TCP_OPTIONS)
         if "read_timeout" in arguments:
             event.listen(engine, "connect", _end_timeout)
         return engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -18,13 +17,10 @@ from sqlalchemy.engine import Connection
 from zync_assets.codecs.evolution import bits_number, number_bits
 from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, ZONED_TIMESTAMP
 from zync_assets.errors import TargetRefused
-from zync_assets.private import of
 from zync_assets.sinks.sql_types import DIGITS, SqlType, fitting, with_single_percents
 from zync_assets.sinks.sql_types import holds as standard_holds
 from zync_assets.sinks.target import Column, TableSpec, named
 
-_HOST_OPTIONS = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
-"""Options of a connection, in seconds, a number of probes, and milliseconds."""
 _BITS: tuple[tuple[type[SqlType], int], ...] = (
     (mysql.TINYINT, 8),
     (mysql.SMALLINT, 16),
@@ -248,12 +244,3 @@ def refuse_large(connection: Connection, statement: str, rows: Sequence[tuple[An
                 raise TargetRefused(
                     f"the record's statement has {length} bytes, and the server's max_allowed_packet is {limit}. Raise it there"
                 )
-
-
-def watch_host(connection: Any, record: object) -> None:
-    """Set _HOST_OPTIONS. A statement then ends about a minute after the server's host disappears, and not after two hours."""
-    sock = of("PyMySQL", connection, "_sock")
-    if sock.family != socket.AF_UNIX:
-        for name, number in _HOST_OPTIONS.items():
-            if (option := getattr(socket, name, None)) is not None:  # another system may lack it
-                sock.setsockopt(socket.IPPROTO_TCP, option, number)

@@ -56,6 +56,7 @@ from zync_assets.sinks.postgres_dialect import (
     own_type_holds,
     read_value,
 )
+from zync_assets.sinks.server_watch import TCP_OPTIONS, watch_server
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import (
     POSITIONS,
@@ -72,8 +73,10 @@ OPTIONS = {
     "connect_timeout": "10",
     "options": "-c timezone=UTC -c intervalstyle=iso_8601 -c lock_timeout=10s",
     "application_name": "zync",
-    **{f"keepalives_{name}": number for name, number in (("idle", "30"), ("interval", "10"), ("count", "3"))},
-    "tcp_user_timeout": "60000",
+    "keepalives_idle": str(TCP_OPTIONS["TCP_KEEPIDLE"]),
+    "keepalives_interval": str(TCP_OPTIONS["TCP_KEEPINTVL"]),
+    "keepalives_count": str(TCP_OPTIONS["TCP_KEEPCNT"]),
+    "tcp_user_timeout": str(TCP_OPTIONS["TCP_USER_TIMEOUT"]),
 }
 """Options of a connection that the URL may set otherwise. Other sinks and steps wait as long as a statement does. A lock, or a
 server that does not answer, is therefore an outage soon."""
@@ -124,6 +127,7 @@ class PostgresTarget(SqlTarget):
         def connect(dialect: object, record: object, arguments: object, options: dict[str, Any]) -> None:
             options |= connect_options(url, os.environ)
 
+        watch_server(engine, connect_options(url, os.environ), lambda connection: connection)
         names: Any = engine.dialect
         names.ischema_names = {**names.ischema_names, **NAMED_TYPES}
         return engine

@@ -24,6 +24,7 @@ from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnav
 from zync_assets.offsets import offset_parts
 from zync_assets.pipeline import Evolve
 from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPDATE, UPSERT, inserted_names
+from zync_assets.sinks.server_watch import silence_error
 from zync_assets.sinks.sql_types import (
     BOOK,
     POSITIONS,
@@ -295,7 +296,7 @@ class SqlTarget(Target):
         try:
             yield
         except exc.DBAPIError as error:
-            raise self.error(error) from None
+            raise silence_error(self.engine()) or self.error(error) from None
         except exc.SQLAlchemyError as error:
             raise SinkError(f"the target's library says: {str(error).partition(chr(10))[0]}.") from None
 
@@ -343,9 +344,8 @@ class SqlTarget(Target):
         for column in spec.columns:
             new_type = self.column_type(column, in_key=column.name in spec.key)
             if column.name not in table.c:
-                new_column = sa.Column(column.name, new_type, server_default=self.default(column, new_type))
-                ddl = AddColumn(table.name, new_column, schema=table.schema)
-                statements.append((1, f"column {column.name} is missing", ddl))
+                new = sa.Column(column.name, new_type, server_default=self.default(column, new_type))
+                statements.append((1, f"column {column.name} is missing", AddColumn(table.name, new, table.schema)))
                 continue
             existing = table.c[column.name].type
             if problem := generation(connection, table, column.name):

@@ -21,8 +21,7 @@ from zync_assets.kafka.zero_copy import HEADERS
 from zync_assets.lake.publication import commit_publish_state, open_publish_state
 from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.local.services import Services
-from zync_assets.publish.encoding import header_differences
-from zync_assets.publish.headers import MOST_SOURCES, sent_headers
+from zync_assets.publish.encoding import MOST_SOURCES, header_differences, sent_headers
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 
 if TYPE_CHECKING:
