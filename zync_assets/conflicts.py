@@ -6,7 +6,8 @@ Every step has a read half and a commit half. A commit that loses a race is read
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from zync_assets.errors import (
@@ -80,6 +81,17 @@ def _overtaken(read: Callable[[], P], batch: P, progress: Callable[[P], object] 
         return progress is not None and progress(read()) != progress(batch)
     except ZyncError:  # the batch's own error says more
         return False
+
+
+@contextmanager
+def keep_errors(troubles: list[ZyncError]) -> Generator[None]:
+    """Add an error of one topic, pool or table to ``troubles``: it holds back no other one. Raises the errors of EVERYWHERE."""
+    try:
+        yield
+    except EVERYWHERE:
+        raise
+    except ZyncError as error:
+        troubles.append(error)
 
 
 def raise_first(troubles: Sequence[ZyncError]) -> None:

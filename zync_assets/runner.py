@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import TypeVar
 
-from zync_assets.conflicts import EVERYWHERE, Log, raise_first, retried
+from zync_assets.conflicts import Log, keep_errors, raise_first, retried
 from zync_assets.errors import (
     DataLoss,
     LakeError,
@@ -115,7 +115,7 @@ def _ingest_to(
             yield commit
     for topic in lone_topics:
         total = done_count = 0
-        try:
+        with keep_errors(troubles):
             while True:
                 commit, lag = ingest_once(pipeline, session, topic, topic_ends.states, limit=limit)
                 if commit is None:
@@ -126,10 +126,6 @@ def _ingest_to(
                 yield commit
                 if not whole:
                     break
-        except EVERYWHERE:
-            raise
-        except ZyncError as error:
-            troubles.append(error)
 
 
 def _side_by_side(
@@ -143,17 +139,12 @@ def _side_by_side(
     if not works:
         return
     for topic, future in zip(works, side_by_side(session(), list(works.values()), most), strict=True):
-        try:
-            result = future.result()
-        except SparkLost:
-            # Perhaps another topic ended Spark's worker. The caller works on this topic again, alone.
-            lone_topics.append(topic)
-        except EVERYWHERE:
-            raise
-        except ZyncError as error:
-            troubles.append(error)
-        else:
-            yield topic, result
+        with keep_errors(troubles):
+            try:
+                yield topic, future.result()
+            except SparkLost:
+                # Perhaps another topic ended Spark's worker. The caller works on this topic again, alone.
+                lone_topics.append(topic)
 
 
 def read_ends(pipeline: Pipeline, patience: float | None = None, snapshot: Snapshot | None = None) -> Survey:
@@ -274,16 +265,12 @@ def etl_all(pipeline: Pipeline, session: Session, retry: Retry = NOTHING, *, who
     troubles: list[ZyncError] = []
     for pool in pipeline.staging_pools:
         next_retry = retry
-        try:
+        with keep_errors(troubles):
             while (commit := commit_etl(pipeline, partial(read_etl, pipeline, session, pool, next_retry))) is not None:
                 next_retry = NOTHING
                 yield commit
                 if not whole:
                     break
-        except EVERYWHERE:
-            raise
-        except ZyncError as error:
-            troubles.append(error)
     raise_first(troubles)
 
 
@@ -416,16 +403,11 @@ def publish_all(
             progress(f"publish {topic}", commit.records, commit.records)
             yield commit
     for topic in lone_topics:
-        try:
+        with keep_errors(troubles):
             topic_progress = partial(progress, f"publish {topic}")
             commit = publish_once(pipeline, partial(read_output, pipeline, session, topic), topic_progress)
-        except EVERYWHERE:
-            raise
-        except ZyncError as error:
-            troubles.append(error)
-            continue
-        if commit is not None:
-            yield commit
+            if commit is not None:
+                yield commit
     raise_first(troubles)
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from zync_assets.audit.guard import check_before_ingest
 from zync_assets.codecs.spark_types import spark_schema
-from zync_assets.conflicts import EVERYWHERE
+from zync_assets.conflicts import keep_errors
 from zync_assets.errors import DataLoss, TopicMissing, TopicRecreated, TopicTruncated, ZyncError
 from zync_assets.ingest import source
 from zync_assets.ingest.files import RangeReading, decoded_types
@@ -167,19 +167,14 @@ def small_inputs(
     if len(topics) < MANY:
         return batches, list(topics), troubles
     for topic in topics:
-        try:
+        with keep_errors(troubles):
             batch = read_input(session, pipeline, plan_ingest(pipeline, topic, topic_states=states))
-        except EVERYWHERE:
-            raise
-        except ZyncError as error:
-            troubles.append(error)
-            continue
-        plan = batch.plan
-        whole = offset_count(plan.ranges) == plan.lag
-        if not whole or plan.lag > SMALL_OFFSETS or plan.input.shape is not None:
-            other_topics.append(topic)
-        elif not plan.nothing_to_do:
-            batches[topic] = batch
+            plan = batch.plan
+            whole = offset_count(plan.ranges) == plan.lag
+            if not whole or plan.lag > SMALL_OFFSETS or plan.input.shape is not None:
+                other_topics.append(topic)
+            elif not plan.nothing_to_do:
+                batches[topic] = batch
     return (batches, other_topics, troubles) if len(batches) >= MANY else ({}, [*batches, *other_topics], troubles)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from zync_assets.audit.guard import check_begins, refuse_unsound
-from zync_assets.conflicts import EVERYWHERE
+from zync_assets.conflicts import keep_errors
 from zync_assets.errors import (
     CheckFailed,
     ForeignRecord,
@@ -255,22 +255,19 @@ def small_outputs(
         if topic not in ends.highs:
             other_topics.append(topic)
             continue
-        try:
+        with keep_errors(troubles):
             plan = plan_publish(pipeline, topic, ends)
             if plan.nothing_to_do:
                 continue
-            if plan.lag <= SMALL_OFFSETS:
-                refuse_unsound(ends.snapshot, topic)
-                batches[topic] = read_staging(session, plan)
-            else:
+            try:
+                if plan.lag <= SMALL_OFFSETS:
+                    refuse_unsound(ends.snapshot, topic)
+                    batches[topic] = read_staging(session, plan)
+                else:
+                    other_topics.append(topic)
+            except CheckFailed:
+                # Each topic looks at a failed check again, which is no work for many threads.
                 other_topics.append(topic)
-        except EVERYWHERE:
-            raise
-        except CheckFailed:
-            # Each topic looks at a failed check again, which is no work for many threads.
-            other_topics.append(topic)
-        except ZyncError as error:
-            troubles.append(error)
     return (batches, other_topics, troubles) if len(batches) >= MANY else ({}, [*batches, *other_topics], troubles)
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 from zync_assets import upkeep
 from zync_assets.codecs.fields import fields_of, is_envelope, type_at
 from zync_assets.codecs.spark_types import original_name
-from zync_assets.conflicts import EVERYWHERE, raise_first, retried
+from zync_assets.conflicts import keep_errors, raise_first, retried
 from zync_assets.errors import (
     BadRecords,
     DataLoss,
@@ -80,17 +80,15 @@ def sink_all(pipeline: Pipeline, session: Session, sinks: Sequence[str] = ()) ->
     locked: list[tuple[Sink, SinkTable]] = []
     while places:
         sink, table = place = places.popleft()
-        try:
-            yield from sink_table(pipeline, session, sink.name, table.name, outlasts_locks=place in locked)
-        except EVERYWHERE:
-            raise
-        except ZyncError as error:
-            if isinstance(error, TableLocked) and place not in locked:
+        with keep_errors(troubles):
+            try:
+                yield from sink_table(pipeline, session, sink.name, table.name, outlasts_locks=place in locked)
+            except TableLocked:
+                if place in locked:
+                    raise
                 # The other tables have their turn before this one waits.
                 locked.append(place)
                 places.append(place)
-            else:
-                troubles.append(error)
     raise_first(troubles)
 
 
@@ -328,13 +326,8 @@ def replay_sinks(pipeline: Pipeline, session: Session, topics: Collection[str], 
         *late_tables,
         *((place, write_selected) for place in chosen_tables(pipeline, selection)),
     ]:
-        try:
-            with remedies(sink.name, table.name):
-                write(partial(read_sink, pipeline, session, sink.name, table.name))
-        except EVERYWHERE:
-            raise
-        except ZyncError as error:
-            replay.troubles.append(error)
+        with keep_errors(replay.troubles), remedies(sink.name, table.name):
+            write(partial(read_sink, pipeline, session, sink.name, table.name))
     return replay
 
 
