@@ -95,6 +95,7 @@ _UNREAD = ("42", "XX000")
 """SQLSTATEs of input functions that have no class of data, as those of ltree and hstore."""
 _DENIED = ("42501", "3F000")  # a right is missing; no schema, or none of the search path that the role may use
 _COPY_PLACE = re.compile(r"\s*CONTEXT: +COPY .*, line \d+$|COPY .*?, line \d+, (?=column )")
+_QUESTION = re.compile(r"\s*Is the server running [^?]*\?")
 _NO_CHARACTER = "22021"  # the SQLSTATE of a character that a text can't have
 _DEFERRABLE = sa.text("SELECT conname FROM pg_constraint WHERE conrelid = to_regclass(:name) AND condeferrable")
 _LOOSE = sa.text(
@@ -179,8 +180,8 @@ class PostgresTarget(SqlTarget):
         return TargetRefused if is_refusal else SinkError
 
     def error_text(self, error: exc.DBAPIError) -> str:
-        """The message without the name and the line of a load table, and without the statement that met a lock."""
-        text = super().error_text(error)
+        """The message without the name and the line of a load table, the statement that met a lock, and libpq's question."""
+        text = _QUESTION.sub("", super().error_text(error))
         return text.partition("\n")[0] if self.sort(error) is TableLocked else _COPY_PLACE.sub("", text)
 
     def error(self, error: exc.DBAPIError) -> SinkError:

@@ -48,6 +48,7 @@ _LOGIN_ERRORS: Mapping[str, str] = {
     "server does not support SSL": "Turn TLS on at the server. In a network that you trust, write ?sslmode=disable in the url.",
     "does not match host name": "Write the host's name as the server's certificate has it in the url.",
     "password authentication failed": "Correct the user or the password in the url.",
+    "is not permitted to log in": "Give the role the right to log in, ALTER ROLE ... LOGIN, or correct the user in the url.",
     "no pg_hba.conf entry": "Let the server's pg_hba.conf take this host, user and database.",
     "does not exist": "Correct the url, or create it.",
     r"invalid (integer value|\S+ value:)": "Correct the option in the url, or its variable such as PGSSLMODE.",

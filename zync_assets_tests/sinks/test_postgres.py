@@ -36,6 +36,7 @@ from zync_assets.codecs.fields import (
 )
 from zync_assets.errors import CommitConflict, SinkError, TableLocked, TableUnfit, TargetRefused, TargetUnavailable
 from zync_assets.lake.quarantine_table import Selection
+from zync_assets.local.processes import free_port
 from zync_assets.local.services import Services
 from zync_assets.sinks.commit import SinkCommit
 from zync_assets.sinks.postgres import PostgresTarget
@@ -902,6 +903,21 @@ def test_a_wrong_password_or_database_is_no_outage(server: Postgres, database: s
     with pytest.raises(SinkError, match=r"does not exist.* Correct the url, or create it") as error:
         target.progress(PLACE)
     assert not isinstance(error.value, TargetUnavailable)
+
+
+def test_a_role_that_may_not_log_in_is_no_outage(server: Postgres, database: str) -> None:
+    name = f"n{database}"
+    server.run(database, f"CREATE ROLE {name} NOLOGIN")
+    target = PostgresTarget(url(server, database, name))
+    with pytest.raises(SinkError, match=r"not permitted to log in\. Give the role the right to log in") as error:
+        target.progress(PLACE)
+    assert not isinstance(error.value, TargetUnavailable)
+
+
+def test_a_server_that_is_not_there_is_an_outage_without_a_question(database: str) -> None:
+    target = PostgresTarget(f"postgresql://postgres@127.0.0.1:{free_port()}/{database}")
+    with pytest.raises(TargetUnavailable, match=r"Connection refused$"):
+        target.progress(PLACE)
 
 
 def test_the_default_of_a_new_column_is_for_older_rows_alone(server: Postgres, database: str) -> None:
