@@ -28,11 +28,20 @@ from zync_assets.etl.result_checks import UNSENT_TEXT, decided_hold, odd_conditi
 from zync_assets.etl.rules import kind_of
 from zync_assets.etl.rules.kind import Columns, OutputColumns
 from zync_assets.etl.rules.results import output_columns, rule_conditions
-from zync_assets.etl.rules.shapes import has_schema
 from zync_assets.etl.views.batch import ViewBatch
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
-from zync_assets.spark.failures import MOST, TEXT, cause_line, fails, is_overflow, overflow_records, spark_errors
+from zync_assets.spark.failures import (
+    MOST,
+    TEXT,
+    TOO_DEEP,
+    cause_line,
+    fails,
+    is_overflow,
+    overflow_errors,
+    overflow_records,
+    spark_errors,
+)
 from zync_assets.spark.sql import excerpt
 from zync_assets.spark.tasks import search_settings
 
@@ -54,8 +63,8 @@ class OverflowSearch:
         self.topics = [item.topic for item in transform.pipeline.inputs]
 
     def records(self, topic: str, ranges: Sequence[OffsetRange], known_condition: str) -> Iterator[Found]:
-        """Records that overflow in a ``where`` or a ``join-on``, MOST and one of a range at the most. ``known_condition``: as for
-        ``failures.failing_records``."""
+        """Records that overflow before the outputs of their rule, MOST and one of a range at the most. ``known_condition``: as
+        for ``failures.failing_records``."""
         item = self.transform.pipeline.input(topic)
 
         def overflows(part: OffsetRange) -> bool:
@@ -73,9 +82,12 @@ class OverflowSearch:
         """Records on which the outputs of a rule overflow: at most MOST and one record of a range."""
         from pyspark.sql import functions as F
 
-        rows = self.rows(failures.failing_sides).selectExpr("*", f"{COMPLETING} AS completing")
+        rows, places = (
+            self.rows(columns).selectExpr("*", f"{COMPLETING} AS completing")
+            for columns in (failures.failing_sides, failures.no_sides)
+        )
         bounds = F.min("completing.offset").alias("first"), F.max("completing.offset").alias("last")
-        for row in sorted(rows.groupBy("completing.place", "completing.partition").agg(*bounds).collect()):
+        for row in sorted(places.groupBy("completing.place", "completing.partition").agg(*bounds).collect()):
             span, place = OffsetRange(row["partition"], row["first"], row["last"] + 1), row["place"]
 
             def overflows(part: OffsetRange, place: int = place) -> bool:
@@ -90,15 +102,12 @@ class OverflowSearch:
     ) -> Iterator[Place]:
         for part in ranges:
             if overflows(OffsetRange(part.partition, part.first, part.first)):
-                raise EtlError(
-                    f"topic {topic}: an expression of its rules is too deep for Java's stack, without any record. Make it"
-                    " shorter, or divide it among rules."
-                )
+                raise EtlError(f"topic {topic}: {TOO_DEEP}")
             for overflow in islice(overflow_records(part, overflows), MOST + 1):
                 yield topic, overflow.partition, overflow.first
 
     def _rule_of_record(self, place: Place) -> tuple[Rule, str] | None:
-        """The rule whose ``where`` or ``join-on`` overflows on a record, and which of both it is."""
+        """The rule that overflows on a record before its outputs, and the part of the rule."""
         topic, partition, offset = place
         frame = self.transform.frames[topic].where(_inside(OffsetRange(partition, offset, offset + 1), "kafka"))
         conditions = rule_conditions(self.transform.pipeline.input(topic), frame, self.rules)
@@ -110,9 +119,10 @@ class OverflowSearch:
             [row] = frame.selectExpr(f"{choice} AS chosen").collect()
             if row["chosen"] is not None:
                 rule = self.rules[index]
-                keys = ", ".join(failures.join_keys(rule, topic))
-                if keys and _overflows(frame.selectExpr(f"xxhash64({keys}) AS hash"), "hash"):
-                    return rule, kind_of(rule).join
+                for part, keys in failures.key_parts(rule, topic, self.transform.frames).items():
+                    # Spark computes nothing to count what is never null.
+                    if _overflows(frame.selectExpr(f"CASE WHEN {fails(keys)} THEN 0 END AS it"), "it"):
+                        return rule, part
                 return None
         return None
 
@@ -130,10 +140,10 @@ class OverflowSearch:
 
             return _overflows(self.rows(side_columns).where(is_output), "it")
 
-        rows = self.rows(lambda rule, target: []).where(is_output).select("rule", "source").collect()
+        rows = self.rows(failures.no_sides).where(is_output).select("rule", "source").collect()
         for row in rows:
             rule = self.rules[row["rule"]]
-            sides = ("shape", "key", "value", "headers")
+            sides = ("explode", "shape", "key", "value", "headers")
             side = next((side for side in sides if overflows(rule, side, fails)), None)
             if side is None:
                 continue
@@ -196,7 +206,8 @@ def find_failures(
     search itself fails.
     """
     # A search is for records that go to rules. Those of views' tables go to none.
-    return _Search(transform, pending, known_failures, views, partitions or {}).run() if transform.frames else {}
+    with overflow_errors(lambda text: EtlError(f"pool {transform.plan.pool}: {text}")):
+        return _Search(transform, pending, known_failures, views, partitions or {}).run() if transform.frames else {}
 
 
 class _Search:
@@ -208,12 +219,8 @@ class _Search:
         views: ViewBatch | None,
         partitions: Mapping[str, Partitions],
     ) -> None:
-        self.transform, self.pending, self.known_failures, self.partitions = (
-            transform,
-            pending,
-            known_failures,
-            partitions,
-        )
+        self.transform, self.pending = transform, pending
+        self.known_failures, self.partitions = known_failures, partitions
         # Results of views name no records, and the search is for records.
         self.views = None if views is None else replace(views, rows=())
         self.pipeline, self.rules, self.frames = transform.pipeline, transform.rules, transform.frames
@@ -418,8 +425,8 @@ class _Search:
                 frame = self.frames[topic].where(f"kafka.partition = {partition} AND kafka.offset = {offset}")
                 conditions = rule_conditions(self.pipeline.input(topic), frame, self.rules)
                 cases = " ".join(f"WHEN {sql} THEN {index}" for index, sql in conditions)
-                keys = failures.lookup_keys(rule, topic) if side == failures.LOOKUP else self._join_keys(rule, topic)
-                sql = f"CASE {cases} END" if side == "where" else ", ".join(keys)
+                keys = failures.key_parts(rule, topic, self.frames)
+                sql = f"CASE {cases} END" if side == "where" else keys[side]
                 frame.selectExpr("*", *failures.names_sql([rule], topic)).selectExpr(f"xxhash64({sql})").collect()
             else:
                 rows = self._rows_with(output_columns, place, rule)
@@ -430,14 +437,6 @@ class _Search:
         except spark_errors() as error:
             return cause_line(error)
         return "an expression fails on this record."
-
-    def _join_keys(self, rule: Rule, topic: str) -> list[str]:
-        """The expressions of a rule's join key, and of a group also the arguments of aggregates."""
-        if rule.group is None:
-            return failures.join_keys(rule, topic)
-        inputs = {side.name: self.frames[side.topic] for side in rule.sides if side.topic in self.frames}
-        inputs = {name: frame for name, frame in inputs.items() if has_schema(frame)}
-        return [kind_of(rule).key_sql(rule, topic, inputs) or "NULL"]
 
     def _expressions(self, rule: Rule, side: str, topic: str) -> list[tuple[str, str]]:
         """The expressions of a rule that may fail for a side, as (place in the rule, SQL)."""

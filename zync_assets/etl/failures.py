@@ -70,6 +70,11 @@ def failing_sides(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
     return [("failed", f"CASE {side_cases} END"), ("blamed", blamed), *pair_columns(rule)]
 
 
+def no_sides(rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
+    """Columns in place of ``failing_sides`` for which no output is computed, and so no element of an ``explode``."""
+    return [(name, "CAST(NULL AS STRING)") for name in ("failed", "blamed")]
+
+
 def pair_columns(rule: Rule) -> list[tuple[str, str]]:
     """The columns ``pair_key`` and ``pair_rank`` of a rule's outputs, as (name, SQL).
 
@@ -158,6 +163,21 @@ def lookup_keys(rule: Rule, topic: str) -> list[str]:
     return [f"({record})" for item in rule.lookups if item.side == name for record, _ in item.on]
 
 
+def key_parts(rule: Rule, topic: str, record_frames: Mapping[str, DataFrame]) -> dict[str, str]:
+    """The parts of a rule that fail before its outputs on a record that its ``where`` takes: the join key, of a group also the
+    arguments of aggregates, and the look-ups. Each with its expressions as a list in SQL. ``record_frames``: as for
+    ``failing_records``."""
+    parts: dict[str, str] = {}
+    if topic in rule.topics and rule.side(topic).keys:
+        inputs = {side.name: record_frames[side.topic] for side in rule.sides if side.topic in record_frames}
+        inputs = {name: frame for name, frame in inputs.items() if has_schema(frame)}
+        keys = kind_of(rule).key_sql(rule, topic, inputs)
+        parts |= {} if keys is None else {kind_of(rule).join: keys}
+    if lookup_sql := lookup_keys(rule, topic):
+        parts[LOOKUP] = ", ".join(lookup_sql)
+    return parts
+
+
 def failing_records(
     item: Input,
     frame: DataFrame,
@@ -186,13 +206,8 @@ def failing_records(
     joins: list[str] = []
     frame = frame.selectExpr("kafka", "wrong", "chosen", *names_sql(rules, item.topic))
     for index, rule in enumerate(rules):
-        if item.topic in rule.topics and rule.side(item.topic).keys:
-            inputs = {side.name: record_frames[side.topic] for side in rule.sides if side.topic in record_frames}
-            inputs = {name: frame for name, frame in inputs.items() if has_schema(frame)}
-            keys = kind_of(rule).key_sql(rule, item.topic, inputs)
-            joins += [] if keys is None else [f"WHEN chosen = {index} AND {fails(keys)} THEN '{kind_of(rule).join}'"]
-        if lookup_sql := lookup_keys(rule, item.topic):
-            joins.append(f"WHEN chosen = {index} AND {fails(', '.join(lookup_sql))} THEN '{LOOKUP}'")
+        for part, keys in key_parts(rule, item.topic, record_frames).items():
+            joins.append(f"WHEN chosen = {index} AND {fails(keys)} THEN '{part}'")
     join_cases = f"WHEN wrong IS NULL THEN CASE {' '.join(joins)} END" if joins else ""
     return frame.selectExpr(
         "kafka.partition AS partition",

@@ -160,6 +160,22 @@ TEXT = (
     " stack for each character."
 )
 """The reason that quarantine gives for a record that overflows the stack."""
+TOO_DEEP = (
+    f"an expression over a whole group, a partition-by, or an expression without any record: {TEXT} Nothing was committed."
+    " Correct the rule, or divide it among rules."
+)
+"""The error for an overflow of the stack that is not the fault of one record."""
+
+
+@contextmanager
+def overflow_errors(make_error: Callable[[str], ZyncError]) -> Generator[None]:
+    """Raise ``make_error(TOO_DEEP)`` in place of Spark's error for an overflow of the stack."""
+    try:
+        yield
+    except spark_errors() as error:
+        if is_overflow(error):
+            raise make_error(TOO_DEEP) from error
+        raise
 
 
 def is_overflow(error: Exception) -> bool:

@@ -707,3 +707,54 @@ def test_more_records_that_overflow_java_s_stack_than_a_search_may_find_stop_the
     ):
         it.etl()
     assert staging.open_staging(it.lake, "Staging") is None
+
+
+DEEPER = (
+    BOTH
+    + """
+transforms:
+  - {name: group, type: group, records: {l: $left}, where: value.op = 'g', out: $out, key: first(l).key,
+     group-by: "IF(value.id = 1 AND value.v rlike '^(a|b)*$$', 0, value.id)", complete-when: count(*) > 1,
+     value: {id: max(value.id), l: "bool_or(value.id > 1 AND value.v rlike '^(a|b)*$$')"}}
+  - {name: join, type: denorm, left: $left, right: $right, where: value.op = 'j', out: $out, key: left.key,
+     join-on: "left.value.id = IF(right.value.v rlike '^(a|b)*$$', 0, right.value.id)", value: {id: left.value.id}}
+  - {name: each, type: stateless, in: $right, out: $out, explode: "array(in.value.v)", key: in.key,
+     value: {l: "item rlike '^(a|b)*$$'"}}
+"""
+)
+
+
+@pytest.mark.slow
+def test_records_that_overflow_java_s_stack_before_their_outputs_or_in_an_element_are_found(make: Make) -> None:
+    """In a key, in the argument of an aggregate, and in an output of an ``explode``."""
+    it = make(DEEPER)
+    groups = [(1, "x"), (1, DEEP), (2, "x"), (2, DEEP), (1, "y"), (2, "y")]
+    it.send(it.left, *(row(id, v, op="g") for id, v in groups), row(3, op="j"))
+    it.send(it.right, row(3, DEEP, op="j"), row(3, "x", op="j"), row(4, DEEP), row(4, "x"))
+    it.step()
+    assert failing(it).keys() == {(it.left, 1), (it.left, 3), (it.right, 0), (it.right, 2)}
+    rules = {place: (rule, text.partition(":")[0]) for place, (rule, text) in failing(it).items()}
+    assert rules[it.left, 1] == rules[it.left, 3] == ("group", "group-by, or the argument of an aggregate")
+    assert rules[it.right, 0] == ("join", "join-on")
+    assert rules[it.right, 2] == ("each", "value.l")
+    assert all("more stack than Java has" in text for _, text in failing(it).values())
+    assert it.classes(it.left) == {"done": 5, "quarantined": 2}
+    assert it.classes(it.right) == {"done": 2, "quarantined": 2}
+    sound(it)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["complete-when: min(value.v) rlike '^(a|b)*$$'", "complete-when: count(*) > 1"])
+def test_an_expression_over_a_group_that_overflows_java_s_stack_names_the_cure(make: Make, key: str) -> None:
+    it = make(
+        f"""{BOTH}
+transforms:
+  - {{name: group, type: group, records: {{l: $left}}, group-by: value.id, {key}, out: $out, key: first(l).key,
+     value: {{l: "min(value.v) rlike '^(a|b)*$$'"}}}}
+"""
+    )
+    it.send(it.left, row(1, DEEP), row(1, DEEP))
+    with pytest.raises(
+        EtlError, match=r"over a whole group.* more stack than Java has.* \[ab\]\* .* Nothing was committed"
+    ):
+        it.step()
