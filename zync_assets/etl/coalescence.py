@@ -5,18 +5,21 @@ values, one must have all fields of the other: the merged value has the fields o
 field that a change leaves out keeps its earlier value. Two changes that can't be merged so are two outputs. The ``source`` of a
 merged output lists the raw records of all merged changes. Each done record is therefore the source of an output.
 
-A change that may be impossible to encode stays an output of its own. If it can't be encoded, it costs no other change. Two
-changes that together may be too large are two outputs as well.
+A change that may be impossible to encode, or whose ``partition-by`` fails, stays an output of its own. It then costs no other
+change. Two changes that together may be too large are two outputs as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from zync_assets.etl.account import Labels
 from zync_assets.etl.encodability import RowChecks, left_out, row_checks
 from zync_assets.etl.output_types import OutputType
+from zync_assets.etl.partitions import by_in_lake_names, partition_fails, side_columns
 from zync_assets.etl.rules.kind import LACKING, LATER, LATER_IN_TURN, TURN, OutputColumns
 from zync_assets.etl.rules.results import without_dropped
 from zync_assets.etl.rules.shapes import key_fields
@@ -107,6 +110,8 @@ def final_rows(
     ``outputs``: the topics of the rows. ``limits``: returns the records that each takes (``encodability.output_limits``).
     ``together``: one task runs the whole batch. ``held``: an output is held.
     """
+    from pyspark.errors import AnalysisException
+
     results = without_dropped(results, [rule for rule in rules if rule.out in outputs])
     merging = [topic for topic in dict.fromkeys(rule.out for rule in rules) if topic in outputs]
     merging = [topic for topic in merging if pipeline.output(topic).coalesce]
@@ -118,8 +123,20 @@ def final_rows(
         results = results.coalesce(1) if together else results
     for topic in merging:
         check = row_checks(pipeline, labels, types[topic], results.columns, limits(), texts=True)
-        results = with_merged_outputs(results, rules, topic, types[topic].targets, pipeline.unavailable_value, check)
+        by, merge = pipeline.output(topic).partition_by, partial(with_merged_outputs, results, rules, topic)
+        about = types[topic].targets, pipeline.unavailable_value
+        try:
+            results = merge(*about, check if check is None or by is None else _with_partition(check, types[topic], by))
+        except AnalysisException:
+            # The column of the partition tells why the expression does not suit the outputs.
+            results = merge(*about, check)
     return results
+
+
+def _with_partition(check: RowChecks, kind: OutputType, by: str) -> RowChecks:
+    """The checks, with one of ``partition-by``."""
+    sides = side_columns(kind.topic, [name for name, _ in check.sides])
+    return replace(check, odd=f"{check.odd} OR {partition_fails(by_in_lake_names(by, kind), *sides)}")
 
 
 class _Merge:

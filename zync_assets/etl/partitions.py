@@ -217,13 +217,24 @@ def with_partition_columns(
 
 def _sides(topic: str, present: Collection[str]) -> list[str]:
     """The columns that ``partition-by`` sees."""
-    names = {"key": key_column(topic), "value": value_column(topic)}
-    return [f"{name_sql(name) if name in present else 'NULL'} AS {side}" for side, name in names.items()]
+    key, value = side_columns(topic, present)
+    return [f"{key} AS key", f"{value} AS value"]
+
+
+def side_columns(topic: str, present: Collection[str]) -> list[str]:
+    """The key and the value of a result row of a topic, as SQL."""
+    return [name_sql(name) if name in present else "NULL" for name in (key_column(topic), value_column(topic))]
 
 
 def by_sql(by: str, count: int) -> str:
     """The partition by an expression over ``key`` and ``value``; null for a null."""
     return f"CAST(pmod(CAST(({by}) AS BIGINT), {count}L) AS INT)"
+
+
+def partition_fails(by: str, key: str, value: str) -> str:
+    """An SQL condition: whether ``partition-by`` fails for an output. ``by``: in the lake's names; ``key``, ``value``: the sides
+    of the output, as SQL."""
+    return fails(f"transform(array({key}), key -> transform(array({value}), value -> CAST(({by}) AS BIGINT)))")
 
 
 def failing_partitions(frame: DataFrame, topics: Mapping[str, Partitions], labels: Labels) -> list[DataFrame]:

@@ -200,6 +200,24 @@ def test_a_change_that_can_not_be_encoded_costs_itself_wherever_batches_are_cut(
     assert it.classes(it.left) == {"done": len(records) - 3, "quarantined": 3}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("each", [1, 9])
+def test_a_change_whose_partition_by_fails_costs_itself_wherever_batches_are_cut(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, each: int
+) -> None:
+    text = BOTH.replace("{topic: $out,", '{topic: $out, coalesce: true, partition-by: "6 DIV value.id",')
+    text = text.replace("factor: 1}", "factor: 1, partitions: 3}")
+    rule = "  - {name: copy, type: stateless, in: $left, out: $out, key: in.key, value: {id: in.value.id, v: in.value.v}}\n"
+    it = mini(services, spark, tmp_path, unique, f"{text}transforms:\n{rule}")
+    records = [("a", row(id, v)) for id, v in ((1, "1"), (0, "2"), (2, "3"), (0, "4"))] + [("b", row(0, "5"))]
+    for first in range(0, len(records), each):
+        it.send(it.left, *records[first : first + each])
+        it.step()
+    assert it.classes(it.left) == {"done": 2, "quarantined": 3}
+    assert [entry["first"] for entry in it.ledger("quarantined")] == [1, 3, 4]
+    assert {item["key"]: item["value"] for item in it.staged()} == {"a": {"id": 2, "v": "3"}}
+
+
 def test_changes_that_together_are_too_large_are_several_outputs(
     services: Services, spark: SparkSession, tmp_path: Path, unique: str
 ) -> None:
