@@ -294,7 +294,8 @@ def _fold_sql(rule: Rule, types: Mapping[str, DataType], search: Failing | None 
         )
         bad = fold(
             "acc.at + 1",
-            "acc.first",
+            # A group begins with a record that stays in it.
+            "acc.first + CASE WHEN acc.first = acc.at THEN 1 ELSE 0 END",
             "acc.state",
             f"concat(acc.made, array({failing_record('acc.at', 'wrong')}))",
             "concat(acc.bad, array(acc.at))",

@@ -242,6 +242,41 @@ def test_a_record_that_fails_in_its_group_costs_itself(
     assert [result for result in run_all(it.pipeline) if result.severity == "error" and not result.passed] == []
 
 
+BEGIN = """
+transforms:
+  - name: event
+    type: group
+    records: {l: $left}
+    group-by: value.id
+    complete-when: 10 DIV sum(CAST(value.v AS INT)) > 0 AND count(*) > 1
+    expire-after: 60s
+    on-expire: $action
+    out: $out
+    key: first(l).key
+    value: {n: "10 DIV (count(*) - 1)"}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["emit", "drop"])
+@pytest.mark.parametrize("each", [1, 9])
+def test_a_group_waits_from_its_first_record_that_does_not_fail(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, action: str, each: int
+) -> None:
+    """The first record fails and begins no group. The group of the second one has time for the third, and alone would fail."""
+    it = mini(services, spark, tmp_path, unique, BOTH + BEGIN.replace("$action", action))
+    records = [(0, row(1, "0")), (50, row(1, "1")), (70, row(1, "1")), (71, row(2, "0")), (140, row(2, "1"))]
+    for first in range(0, len(records), each):
+        part = records[first : first + each]
+        it.send(
+            it.left, *(("k", value) for _, value in part), times=[1_700_000_000_000 + 1000 * time for time, _ in part]
+        )
+        it.step()
+    assert [entry["first"] for entry in it.ledger("quarantined")] == [0, 3]
+    assert it.values() == [{"n": 10}]
+    assert it.classes(it.left) == {"done": 2, "pending": 1, "quarantined": 2}
+
+
 SHARED = """
 transforms:
   - name: pair
