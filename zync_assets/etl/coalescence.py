@@ -135,8 +135,9 @@ def final_rows(
 
 def _with_partition(check: RowChecks, kind: OutputType, by: str) -> RowChecks:
     """The checks, with one of ``partition-by``."""
-    sides = side_columns(kind.topic, [name for name, _ in check.sides])
-    return replace(check, odd=f"{check.odd} OR {partition_fails(by_in_lake_names(by, kind), *sides)}")
+    key, value = side_columns(kind.topic, [name for name, _ in check.sides])
+    condition = partition_fails(by_in_lake_names(by, kind), f"array(struct({key} AS key, {value} AS value))")
+    return replace(check, odd=f"{check.odd} OR {condition}")
 
 
 class _Merge:

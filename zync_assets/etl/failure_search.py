@@ -22,7 +22,7 @@ from zync_assets.errors import EtlError
 from zync_assets.etl import failures
 from zync_assets.etl.batch import Transform, result_rows
 from zync_assets.etl.failures import Failure, Failures, Place
-from zync_assets.etl.partitions import Partitions, failing_partitions, partition_numbers
+from zync_assets.etl.partitions import Partitions, failing_partitions, partition_numbers, without_partition
 from zync_assets.etl.pending import PendingRecords
 from zync_assets.etl.result_checks import UNSENT_TEXT, decided_hold, odd_conditions
 from zync_assets.etl.rules import kind_of
@@ -256,8 +256,7 @@ class _Search:
     def _records(self) -> None:
         for topic in self.frames:
             if ranges := self.transform.plan.reads(topic):
-                condition = self._failures().condition(topic) or "false"
-                overflowing = self.overflow.records(topic, ranges, condition)
+                overflowing = self.overflow.records(topic, ranges, self._failures().condition(topic) or "false")
                 self._run_without(overflowing, partial(self._failing_records, topic))
         self._check()
 
@@ -309,18 +308,22 @@ class _Search:
         return failures.first_pairs([row for row in rows if row["rule"] not in joining], self.rules)
 
     def _failing_sides(self, rule: Rule, target: OutputColumns) -> list[tuple[str, str]]:
-        """``failures.failing_sides``. An output of a pair that has no form fails too, before the later pairs of its join key."""
+        """``failures.failing_sides``. An output of a pair that has no form or no partition fails too, before the later pairs of
+        its join key."""
         (name, sql), *others = failures.failing_sides(rule, target)
-        odd = odd_conditions(self.pipeline.output(rule.out), rule, target) if failures.is_paired(rule) else []
-        sql = f"coalesce({sql}, CASE WHEN {' OR '.join(odd)} THEN '{_OUTPUT}' END)" if odd else sql
+        if failures.is_paired(rule):
+            odd = " OR ".join(odd_conditions(self.pipeline.output(rule.out), rule, target)) or "false"
+            by = self.partitions[rule.out].by if rule.out in self.partitions else None
+            unshared = f"WHEN {without_partition(by, rule, target)} THEN '{_PARTITION}'" if by else ""
+            sql = f"coalesce({sql}, CASE WHEN {odd} THEN '{_OUTPUT}' {unshared} END)"
         return [(name, sql), *others]
 
     def _failing_outputs(self) -> None:
         rows = self._rows(self._failing_sides)
         if "failed" not in rows.columns:
             return
-        names = ("rule", "failed", "last", "blamed", "source", "ord", "pair_key", "pair_rank")
-        rows = rows.where("failed IS NOT NULL").select(*names).limit(failures.MOST_FAILURES + 1)
+        names = ["rule", "failed", "last", "blamed", "source", "ord", "pair_key", "pair_rank"]
+        rows = rows.where("failed IS NOT NULL").select(names).limit(failures.MOST_FAILURES + 1)
         for row in self._counted(rows.collect()):
             names = [side.name for side in self.rules[row["rule"]].sides]
             # The output of a record that expired has that record alone.

@@ -20,11 +20,14 @@ from zync_assets.codecs.arrays import pc
 from zync_assets.errors import EtlError
 from zync_assets.etl.account import Labels
 from zync_assets.etl.output_types import OutputType
+from zync_assets.etl.rules.kind import OutputColumns
+from zync_assets.etl.rules.results import output_columns
+from zync_assets.etl.rules.shapes import ITEM
 from zync_assets.kafka.partitioner import key_partitions
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake.head import PARTITION_BY, Head, OutputPosition, Partitioning
 from zync_assets.lake.staging import key_column, value_column
-from zync_assets.pipeline import Pipeline
+from zync_assets.pipeline import Pipeline, Rule
 from zync_assets.publish.encoding import SideSchema, encode_values, registered, row_schema
 from zync_assets.spark.failures import fails, short
 from zync_assets.spark.sql import excerpt, name_sql
@@ -231,10 +234,25 @@ def by_sql(by: str, count: int) -> str:
     return f"CAST(pmod(CAST(({by}) AS BIGINT), {count}L) AS INT)"
 
 
-def partition_fails(by: str, key: str, value: str) -> str:
-    """An SQL condition: whether ``partition-by`` fails for an output. ``by``: in the lake's names; ``key``, ``value``: the sides
-    of the output, as SQL."""
-    return fails(f"transform(array({key}), key -> transform(array({value}), value -> CAST(({by}) AS BIGINT)))")
+def partition_fails(by: str, outputs: str) -> str:
+    """An SQL condition: whether ``partition-by`` fails for one of some outputs. ``by``: in the lake's names; ``outputs``: an
+    array of structs with ``key`` and ``value``, as SQL."""
+    sides = f"transform(array(made.key), key -> transform(array(made.value), value -> CAST(({by}) AS BIGINT)))"
+    return fails(f"transform({outputs}, made -> {sides})")
+
+
+def without_partition(by: str, rule: Rule, target: OutputColumns) -> str:
+    """An SQL condition: whether ``partition-by`` fails for an output that a rule makes of a match. ``by``: as for
+    ``partition_fails``."""
+    columns = dict(output_columns(replace(rule, keep=None), target))
+    key, value = ("NULL" if side is None else columns[side[0]] for side in (target.key, target.value))
+    made = f"struct({key} AS key, {value} AS value)"
+    if rule.explode is None:
+        return partition_fails(
+            by, f"array({made})" if rule.keep is None else f"CASE WHEN {rule.keep} THEN array({made}) END"
+        )
+    items = rule.explode if rule.keep is None else f"filter({rule.explode}, {ITEM} -> {rule.keep})"
+    return partition_fails(by, f"transform({items}, {ITEM} -> {made})")
 
 
 def failing_partitions(frame: DataFrame, topics: Mapping[str, Partitions], labels: Labels) -> list[DataFrame]:

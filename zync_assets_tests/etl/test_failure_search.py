@@ -354,6 +354,36 @@ def test_the_pairs_after_one_without_a_partition_do_not_depend_on_where_batches_
     sound(it)
 
 
+SHARED = TOGETHER.replace("create:", 'partition-by: "10 DIV (value.n + 100)", create:').replace(
+    "factor: 1}", "factor: 1, partitions: 3}"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("more", ["", TWICE], ids=["one output", "two outputs"])
+def test_an_expression_fails_after_an_output_without_a_partition(make: Make, more: str, batches: int) -> None:
+    """The second pair of the key would fail as a pair. Its right record meets the first left record instead."""
+    text = SHARED
+    if more:
+        text = re.sub(
+            r"    out: .*\n    key: .*\n(.*\n)    value: (.*)",
+            r"\1    out:\n      - {topic: $out, key: left.key, value: \2}",
+            text,
+        )
+    it = make(text + more.replace("array(2)", "array(2L)"))
+    it.send(it.left, row(4, "2"), row(4, "4"))
+    it.step()
+    it.send(it.right, row(4, "3"))
+    if batches == 2:
+        it.step()
+    it.send(it.right, row(4, "4"), row(4, "6"))
+    it.step()
+    assert failing(it).keys() == {(it.right, 0)}
+    assert [value["n"] for value in it.values() if value["n"] < 0] == [-50, -50]
+    sound(it)
+
+
 DELETE = """
   - {name: delete, type: stateless, in: $left, where: value.op = 'd', out: $out, key: in.key, value: null}
 """
