@@ -318,6 +318,8 @@ def _attempt(
         raise
     except spark_errors() as error:
         # Before the state of tables is removed, which the rules read.
+        if views is not None:
+            views.events.refuse_rows(transform.rules)
         hold = pending.hold
         row_failures = find_failures(transform, pending, failures, views, numbering.partitions)
         if row_failures:

@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from zync_assets.codecs.spark_types import arrow_frame
+from zync_assets.errors import EtlError
 from zync_assets.etl.rules.denorm import hash_sql, part_type
 from zync_assets.etl.rules.kind import BLAMED, LOOK_HASH, LOOKED, MISSING, SEVERAL, RuleRecords
 from zync_assets.etl.rules.shapes import has_schema, note_schema, type_sql
@@ -26,7 +27,9 @@ from zync_assets.lake.log import DataFile
 from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Rule
 from zync_assets.queries import Lookup
+from zync_assets.spark.failures import fails
 from zync_assets.spark.sql import name_sql, text_sql
+from zync_assets.spark.tasks import search_settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -137,6 +140,24 @@ class EventRows:
             f"{_blamed_sql(rule, counts)} AS {BLAMED}",
             f"{_hashes_sql(rule, kinds, counts)} AS {LOOK_HASH}",
         )
+
+    def refuse_rows(self, rules: Sequence[Rule]) -> None:
+        """EtlError for a row on which the ``on`` of a look-up fails. A batch lets no such row into its table: the row is older
+        than the look-up."""
+        items = [(rule, item, sql) for rule in rules for item in rule.lookups for _, sql in item.on]
+        for rule, item, sql in items:
+            kind = self.kinds.get(table_of(item.table).name)
+            if kind is None or plain_field(kind.state_row, sql, item.alias) is not None:
+                continue
+            rows = self.reader.rows(kind, self.files[kind.table.name].versions).where("row IS NOT NULL")
+            condition = fails(f"transform(array(row), {name_sql(item.alias)} -> ({sql}))")
+            with search_settings(self.reader.spark):
+                for row in rows.where(condition).selectExpr("to_json(struct(key)) AS key").limit(1).collect():
+                    raise EtlError(
+                        f"rule {rule.name}, lookup.{item.alias}.on: {sql}: this fails on a row of {item.table.topic} that was"
+                        f" there before the look-up: {row['key']}. Nothing was committed. Write an expression that fails on no"
+                        " row, as with try_cast."
+                    )
 
     def _rows(self, rule: Rule, item: Lookup, types: Sequence[DataType], frame: DataFrame) -> DataFrame:
         """The rows under their alias that a record may look up."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
 from zync_assets.cli.records import pending_rows
+from zync_assets.errors import EtlError
 from zync_assets.etl import ledger, positions
 from zync_assets.lake.quarantine_table import Selection, quarantined_records
 from zync_assets.local.services import Services
@@ -349,3 +350,39 @@ def test_pairs_look_up_rows_when_the_table_has_a_type(
     assert it.classes(payments) == {"done": 2, "pending": 2, "quarantined": 1}
     covered = exactly_once_done_coverage(pipeline, "Staging")
     assert covered.passed, covered
+
+
+CAST = """
+  - name: number
+    type: stateless
+    in: {name}.orders
+    where: value.how = 'number'
+    lookup: {{c: {{table: {name}.customers, on: CAST(c.name AS INT) = in.value.customer, missing: null}}}}
+    key: in.key
+    value: {{name: c.name}}
+    out: {name}.out
+"""
+
+
+@pytest.mark.slow
+def test_a_new_look_up_that_fails_on_an_old_row_names_the_row(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    world = make(services, spark, tmp_path, unique)
+    for id, name in ((1, "11"), (2, "no number"), (3, "13")):
+        world.customer(id, name)
+    world.order("null", 2)
+    world.batch()
+    path = world.it.pipeline.path
+    path.write_text(path.read_text() + CAST.format(name=unique))
+    world.it = world.it.loaded()
+    world.order("number", 13)
+    world.it.ingest()
+    place = (
+        rf'rule number, lookup\.c\.on: .*: this fails on a row of {unique}\.customers .*"id":2.* Nothing was committed'
+    )
+    with pytest.raises(EtlError, match=place):
+        world.it.etl()
+    world.it = world.it.changed("CAST(c.name", "try_cast(c.name")
+    world.it.etl()
+    assert [row["value"]["name"] for row in world.it.staged()] == ["no number", "13"]
