@@ -324,6 +324,23 @@ def test_an_id_with_another_schema_than_before_puts_its_records_aside(
     assert it.ingest(it.left)[it.left].quarantined == 0
 
 
+def test_an_id_that_goes_to_another_topic_under_a_running_process_has_the_new_schema(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """As after a loss of the registry's data: the topics register their schemas again, in another order. The bytes fit both."""
+    with front(services.registry_url) as registry:
+        it = mini(services, spark, tmp_path, unique, AVRO + RULES)
+        it = it.changed(services.registry_url, registry.url)
+        old, new = writer(it, it.left, id="long", name="string"), writer(it, it.right, id="long", title="string")
+        before, after = (int.from_bytes(write({"id": 0, "name": "", "title": ""})[1:5], "big") for write in (old, new))
+        it.send(it.left, old({"id": 1, "name": "a"}))
+        it.ingest(it.left)
+        registry.others = {f"/schemas/ids/{before}": f"/schemas/ids/{after}"}
+        it.send(it.right, b"\0" + before.to_bytes(4, "big") + new({"id": 2, "title": "b"})[5:])
+        it.ingest(it.right)
+    assert [row["value"] for row in it.raw(it.right)] == [{"id": 2, "title": "b"}]
+
+
 @pytest.mark.slow
 def test_a_schema_that_the_registry_no_longer_has_does_not_stop_ingest(services: Services, unique: str) -> None:
     config = RegistryConfig(services.registry_url)

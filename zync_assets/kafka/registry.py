@@ -318,7 +318,7 @@ def _redact(text: str, config: RegistryConfig) -> str:
 
 
 _schemas: dict[tuple[str, int], str] = {}
-"""Every schema that this process has seen, by the registry's URL and id: an id never changes its meaning."""
+"""Every schema that this process has seen, by the registry's URL and id."""
 
 
 @dataclass(frozen=True)
@@ -338,6 +338,7 @@ class Registry:
         self._config = config
         self._client: SchemaRegistryClient | None = None
         self._passing: Kinds = (RegistryUnavailable, SchemaUnknown)
+        self._asked = set[int]()
 
     def __reduce__(self) -> tuple[type[Registry], tuple[RegistryConfig]]:
         return Registry, (self._config,)
@@ -347,8 +348,8 @@ class Registry:
         """The address without a user or a password."""
         return public(self._config.url)
 
-    def schema(self, id: int) -> str:
-        """The Avro schema of that id as one JSON document that needs no other.
+    def schema(self, id: int, anew: bool = False) -> str:
+        """The Avro schema of that id as one JSON document that needs no other. ``anew``: asks once more in this object.
 
         SchemaUnknown for an id that the registry says it does not have, SchemaError for a schema of another kind than
         Avro: both are properties of the record that names it. RegistryUnavailable for an outage, RegistryError for any
@@ -358,13 +359,14 @@ class Registry:
         Once an id stayed unknown, no other id is waited for.
         """
         place = (self._config.url, id)
-        if place not in _schemas:
+        if place not in _schemas or (anew and id not in self._asked):
             try:
                 schema = self._ask(lambda client: client.get_schema(id), f"schema id {id}", self._passing)
             except SchemaUnknown:
                 self._passing = RegistryUnavailable
                 raise
             _schemas[place] = self._whole(schema, f"schema id {id}")
+            self._asked.add(id)
         return _schemas[place]
 
     def latest(self, subject: str) -> tuple[int, str] | None:

@@ -224,6 +224,15 @@ def test_a_schema_is_asked_for_once(plain: Front, unique: str) -> None:
     assert len(plain.asked) == 1
 
 
+def test_a_schema_is_asked_for_anew_once_by_an_object(plain: Front, unique: str) -> None:
+    id = registry(plain.url).register(unique, SCHEMA)
+    registry(plain.url).schema(id)
+    plain.asked.clear()
+    other = registry(plain.url)
+    assert [json.loads(other.schema(id, anew)) for anew in (True, True, False)] == [json.loads(SCHEMA)] * 3
+    assert len(plain.asked) == 1
+
+
 def test_a_property_that_a_library_repeats_is_hidden() -> None:
     with pytest.raises(RegistryError) as caught:
         Registry(RegistryConfig(f"http://127.0.0.1:1,zync:{SECRET}@elsewhere")).subjects()

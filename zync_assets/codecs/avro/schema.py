@@ -181,11 +181,15 @@ def _canonical(schema: Any, namespace: str) -> Any:
     return form[0] if len(form) == 1 else form
 
 
-def with_digests(schema_of: Callable[[int], str], digests: Mapping[int, int]) -> Callable[[int], str]:
-    """``schema_of`` with a SchemaError for an id whose schema has another digest than in ``digests`` (id → digest)."""
+def with_digests(schema_of: Callable[[int, bool], str], digests: Mapping[int, int]) -> Callable[[int], str]:
+    """``schema_of`` with a SchemaError for an id whose schema has another digest than in ``digests`` (id → digest).
+
+    ``schema_of``: gets the id, and whether to ask the registry anew: where ``digests`` lacks the id. A registry that lost its
+    data may have given the id of one topic to another topic.
+    """
 
     def same_schema(schema_id: int) -> str:
-        text = schema_of(schema_id)
+        text = schema_of(schema_id, schema_id not in digests)
         if schema_id in digests and digest(text) != digests[schema_id]:
             raise SchemaError(
                 "the registry has another schema by this id than when the first record with the id came. Correct registry.url, or"
