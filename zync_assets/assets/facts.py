@@ -31,6 +31,7 @@ from zync_assets.pipeline import Pipeline, Sink, SinkTable, pool_path, topic_pat
 from zync_assets.publish.plan import PublishPlan, plan_publish, read_output_ends
 from zync_assets.runner import keep_ends
 from zync_assets.sinks.plan import SinkPlan
+from zync_assets.sinks.replay import Spot, late_spots
 from zync_assets.sinks.steps import planned
 from zync_assets.spark.tasks import SMALL_OFFSETS
 
@@ -119,6 +120,8 @@ class Facts:
     """Input topic → why the broker says nothing of it, or of one of its partitions, or has no next record of it."""
     sinks: Mapping[str, SinkPlan] = field(default_factory=dict[str, SinkPlan])
     """Path of a target table's asset → how far the table is."""
+    replays: Mapping[str, Sequence[Spot]] = field(default_factory=dict[str, Sequence[Spot]])
+    """Path of a target table's asset → the records of replays that the table has passed and lacks."""
 
 
 def gather(pipeline: Pipeline) -> Facts:
@@ -179,11 +182,14 @@ def _gather(pipeline: Pipeline) -> Facts:
     for topic in outputs:
         put(publish, topic, topic_path(topic), lambda topic=topic: plan_publish(pipeline, topic, ends))
     sinks: dict[str, SinkPlan] = {}
+    replays: dict[str, Sequence[Spot]] = {}
     for sink in pipeline.sinks:
         for table in sink.tables:
             subject = sink_subject(sink, table)
             put(sinks, subject, subject, lambda sink=sink, table=table: planned(pipeline, sink, table))
-    return Facts(ingest, etl, publish, problems, unreachable, sinks)
+            if subject in sinks:
+                put(replays, subject, subject, lambda plan=sinks[subject]: late_spots(plan))
+    return Facts(ingest, etl, publish, problems, unreachable, sinks, replays)
 
 
 LONG_LOAD = 100_000
@@ -311,11 +317,12 @@ def _small_backlog(names: Names, facts: Facts, pool: str) -> RawEnds:
 
 
 def due_sinks(names: Names, facts: Facts) -> Iterator[DueStep]:
-    """The target tables that lack records of their sources."""
-    for plan in facts.sinks.values():
+    """The target tables that lack records of their sources, those of replays too."""
+    for subject, plan in facts.sinks.items():
         sink, table = plan.sink.name, plan.table
         is_known = table.pool in facts.etl if table.staged else table.topic in facts.ingest
-        if plan.nothing_to_do or not is_known:
+        keys = {*keys_over(plan.ranges), *(key_of(*spot) for spot in facts.replays.get(subject, ()))}
+        if not keys or not is_known:
             continue
         raw_topics = [table.topic]
         blocks = partial(raw_blocks, topics=raw_topics)
@@ -326,7 +333,7 @@ def due_sinks(names: Names, facts: Facts) -> Iterator[DueStep]:
             names.sink_job(sink, table.name),
             frozenset([names.sink_key(sink, table.name)]),
             names.sink_partitions(table),
-            tuple(sorted(keys_over(plan.ranges))),
+            tuple(sorted(keys)),
             plan.ranges,
             tuple(names.pool_key(names.pipeline.input(topic).pool, topic) for topic in raw_topics),
             blocks=blocks,

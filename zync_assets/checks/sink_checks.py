@@ -9,6 +9,7 @@ from zync_assets.lake.check_results import CheckResult, Number, Severity, conclu
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
 from zync_assets.sinks.plan import plan_sink, reset_command
+from zync_assets.sinks.replay import late_spots
 from zync_assets.sinks.target import OUTAGE_CURE, TableSpec
 
 SINK_POSITION, SINK_QUARANTINE = "sink_position", "sink_quarantine"
@@ -50,8 +51,11 @@ def sink_position(
         problems.append(
             f"the table is not there, and records were written to it. Load it from the start: {reset_command(plan)}"
         )
-    verb = "is" if plan.lag == 1 else "are"
-    summary = f"{count_text(plan.lag, 'offset')} {verb} left to write" if plan.lag else "every record is written"
+    left = [(plan.lag, "offset"), (len(late_spots(plan)), "record of a replay")]
+    texts = [
+        f"{count_text(count, noun)} {'is' if count == 1 else 'are'} left to write" for count, noun in left if count
+    ]
+    summary = " and ".join(texts) or "every record is written"
     return conclude(SINK_POSITION, subject, "error", problems, summary, numbers)
 
 

@@ -6,15 +6,17 @@ import sqlite3
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from dagster import AssetCheckKey, AssetMaterialization, DagsterRunStatus
+from dagster import AssetCheckKey, AssetMaterialization, DagsterInstance, DagsterRunStatus
 
 from zync_assets.assets import facts, io_managers, runs
+from zync_assets.assets.build import build_definitions
 from zync_assets.assets.facts import gather
 from zync_assets.assets.reports import last_offset
 from zync_assets.checks.output_checks import run_all
+from zync_assets.checks.sink_checks import sink_results
 from zync_assets.errors import CheckFailed, TargetUnavailable
 from zync_assets.local.services import Services
 from zync_assets.runner import ingest_all
@@ -25,6 +27,10 @@ from zync_assets_tests.assets.rig import OPEN, Rig, failures, make_rig, orders, 
 from zync_assets_tests.assets.test_checks import lose, restore, result, said
 from zync_assets_tests.assets.test_sensor import Ticks, jobs, reported, settled
 from zync_assets_tests.mini import run_steps
+from zync_assets_tests.sinks.test_replay import LOG, ROWS, Passed
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 SINKS = """
 sinks:
@@ -98,6 +104,23 @@ def test_the_sensor_reports_a_table_whose_name_no_asset_key_can_have(
         list(sink_all(rig.pipeline, lambda: spark_session(rig.pipeline.spark)))
         key = rig.names.sink_key(sink(rig), "paid $ payments")
         assert reported(Ticks(rig)())[key.to_user_string(), OPEN] == 0
+
+
+def test_the_sensor_writes_a_record_of_a_replay_that_a_sink_has_passed(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    """As after a replay by another pipeline file, or one that ended before it wrote to the target."""
+    passed = Passed(services, spark, tmp_path, unique)
+    passed.replay()
+    pipeline = passed.it.pipeline
+    assert {found.summary for found in sink_results(pipeline) if found.name == "sink_position"} == {
+        "1 record of a replay is left to write"
+    }
+    with DagsterInstance.ephemeral(settings={"telemetry": {"enabled": False}}) as instance:
+        rig = Rig(pipeline, instance, build_definitions(pipeline))
+        settled(rig, Ticks(rig))
+    assert passed.sql(ROWS) == [(1, None), (2, "x"), (3, None)]
+    assert passed.sql(LOG) == [(1, 0), (3, 2), (2, 1)]
 
 
 @pytest.mark.slow
