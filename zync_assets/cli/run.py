@@ -232,7 +232,7 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
     """All steps of PIPELINE in one process with one Spark session, again and again: the three steps, and its sinks.
 
     The steps take turns. A turn handles one batch of each topic, pool and table. Ctrl-C and SIGTERM end the command after the
-    commit that is under way.
+    commit that is under way. With --until-idle, the exit code is 130 then.
     """
     model = load(pipeline)
     deadline = None if exit_after is None else time.monotonic() + exit_after
@@ -281,6 +281,9 @@ def run(pipeline: Path, until_idle: bool, exit_after: float | None, fmt: Format)
             if until_idle:
                 return
             _sleep(back_off, is_stopped, deadline)
+    if until_idle and is_stopped():
+        # The work is not done, and a script must not go on as if it was.
+        raise KeyboardInterrupt
     _raise_resting(turns)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
@@ -46,7 +47,12 @@ it sends SIGTERM to the process and all its children."""
 
 
 def interrupted(
-    pipeline: Pipeline, command: str, *functions: str, again: bool = False, everywhere: bool = False
+    pipeline: Pipeline,
+    command: str,
+    *functions: str,
+    again: bool = False,
+    everywhere: bool = False,
+    options: Sequence[str] = (),
 ) -> tuple[int, str]:
     """The exit code and the words of a command, whose JVM must end as well.
 
@@ -54,7 +60,7 @@ def interrupted(
     """
     mark = secrets.token_hex()
     values = f"names, again, everywhere = {set(functions)!r}, {again!r}, {everywhere!r}"
-    process = start(pipeline, command, first=f"{values}\n{INTERRUPT}\nos.environ['MARK'] = '{mark}'")
+    process = start(pipeline, command, *options, first=f"{values}\n{INTERRUPT}\nos.environ['MARK'] = '{mark}'")
     try:
         code = process.wait(280)
     finally:
@@ -108,20 +114,19 @@ def test_a_second_ctrl_c_ends_the_start_of_a_jvm_at_once(pipeline: Pipeline) -> 
     assert interrupted(pipeline, "from-kafka", *START, again=True) == (130, "interrupted\n")
 
 
-@pytest.mark.parametrize(
-    "moments",
-    [
-        [(QUERY, "ingest")],
-        pytest.param([(START, "ingest"), (CONTEXT, "ingest"), (IDLE, "etl")], marks=pytest.mark.slow),
-    ],
-    ids=["in a query", "at every moment"],
-)
-def test_sigterm_to_all_processes_fails_no_batch_that_is_under_way(
-    pipeline: Pipeline, moments: list[tuple[tuple[str, ...], str]]
-) -> None:
-    for moment, step in moments:
-        code, text = interrupted(pipeline, "run", *moment, everywhere=True)
-        assert (code, text.startswith(step), "error" in text, "Traceback" in text) == (0, True, False, False), text
+def test_sigterm_to_all_processes_fails_no_batch_that_is_under_way(pipeline: Pipeline) -> None:
+    """With --until-idle, the exit code says that there is more to do."""
+    code, text = interrupted(pipeline, "run", *QUERY, options=["--until-idle"], everywhere=True)
+    assert (code, text.startswith("ingest"), text.endswith("interrupted\n")) == (130, True, True), text
+    assert "error" not in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [START, CONTEXT, IDLE], ids=["start", "context", "idle"])
+def test_sigterm_to_all_processes_at_every_moment(pipeline: Pipeline, moment: tuple[str, ...]) -> None:
+    code, text = interrupted(pipeline, "run", *moment, everywhere=True)
+    assert (code, "ingest" in text, "error" in text, "Traceback" in text) == (0, True, False, False), text
 
 
 @pytest.mark.slow
