@@ -8,6 +8,7 @@ import errno
 import gc
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,8 +73,24 @@ def _command(name: str) -> click.Command:
     return getattr(importlib.import_module(module), attribute)
 
 
+def _open_closed_streams() -> None:
+    """Put the null device in the place of each standard stream that is closed, as after ``>&-``.
+
+    The next file that is opened would have the number of the stream, and get what a child process prints.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
+
+
 class LazyGroup(click.Group):
     """A group that knows its commands by name, and says an error of ours in one line."""
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        _open_closed_streams()
+        return super().main(*args, **settings)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -70,6 +70,23 @@ def test_ctrl_c_ends_as_a_shell_expects(monkeypatch: pytest.MonkeyPatch) -> None
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "interrupted\n")
 
 
+def test_a_closed_stream_is_no_other_file() -> None:
+    """As after ``zync … >&- 2>&-``: the first file that is opened must not have the number of a stream."""
+    program = """
+import os, sys
+from zync_assets.cli import main
+main._command = lambda name: main.click.Command(name, callback=look)
+def look():
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(7 if os.open(os.devnull, os.O_RDONLY) > 2 and os.get_inheritable(1) else 8)
+main.main(["version"])
+"""
+    line = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program]
+    closed = subprocess.run(line, check=False)
+    assert closed.returncode == 7
+
+
 def test_an_unknown_command_is_a_usage_error() -> None:
     result = CliRunner().invoke(main, ["no-such-command"])
 
