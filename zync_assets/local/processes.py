@@ -223,8 +223,16 @@ _ORIGIN = "import importlib.util as u; found = u.find_spec('zync_assets'); print
 
 
 def python_environment() -> dict[str, str]:
-    """The environment variables with which a Python process imports this package, and nothing from the current folder."""
-    return {"PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1"}
+    """The environment variables with which a Python process imports this package, and nothing from the current folder.
+
+    A JVM that starts with them finds files by any name. In the locale C, Java takes no name for one that is not ASCII.
+    """
+    locale = next((text for name in ("LC_ALL", "LC_CTYPE", "LANG") if (text := os.environ.get(name))), "C")
+    return {
+        "PYTHONPATH": python_path(),
+        "PYTHONSAFEPATH": "1",
+        **({"LC_ALL": "C.UTF-8"} if locale in ("C", "POSIX") else {}),
+    }
 
 
 def python_path() -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from zync_assets.local import processes
 
 SCRIPT = """
@@ -33,3 +35,22 @@ def test_ports_that_are_free_at_once_differ() -> None:
     ports = processes.free_ports(200)
     assert len({*ports}) == 200
     assert all(processes.port_is_free(port) for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("variables", "locale"),
+    [
+        ({}, "C.UTF-8"),
+        ({"LANG": "C.UTF-8"}, None),
+        ({"LANG": "C.UTF-8", "LC_ALL": "C"}, "C.UTF-8"),
+        ({"LANG": "C", "LC_CTYPE": "en_US.UTF-8"}, None),
+    ],
+)
+def test_java_gets_a_locale_that_has_every_file_name(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], locale: str | None
+) -> None:
+    for name in ("LANG", "LC_CTYPE", "LC_ALL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert processes.python_environment().get("LC_ALL") == locale
