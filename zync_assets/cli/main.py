@@ -7,6 +7,7 @@ import difflib
 import errno
 import gc
 import importlib
+import io
 import logging
 import os
 import sys
@@ -73,23 +74,27 @@ def _command(name: str) -> click.Command:
     return getattr(importlib.import_module(module), attribute)
 
 
-def _open_closed_streams() -> None:
-    """Put the null device in the place of each standard stream that is closed, as after ``>&-``.
+def _repair_streams() -> None:
+    """Put the null device in the place of each standard stream that is closed, as after ``>&-``. The next file that is opened
+    would have the number of the stream, and get what a child process prints.
 
-    The next file that is opened would have the number of the stream, and get what a child process prints.
+    A character that the locale's encoding lacks is printed as an escape.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 class LazyGroup(click.Group):
     """A group that knows its commands by name, and says an error of ours in one line."""
 
     def main(self, *args: Any, **settings: Any) -> Any:
-        _open_closed_streams()
+        _repair_streams()
         return super().main(*args, **settings)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

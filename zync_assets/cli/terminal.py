@@ -147,7 +147,8 @@ def print_rows(rows: Iterable[Mapping[str, object]], columns: Sequence[str], fmt
 
 def print_json(value: object) -> None:
     """Print a value as JSON on a line of its own. Control characters are escaped."""
-    text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False)
+    is_utf8 = (sys.stdout.encoding or "").lower().startswith("utf")
+    text = json.dumps(plain(value), ensure_ascii=not is_utf8, allow_nan=False)
     click.echo(_OBEYED.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import types
@@ -85,6 +87,16 @@ main.main(["version"])
     line = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program]
     closed = subprocess.run(line, check=False)
     assert closed.returncode == 7
+
+
+def test_a_character_that_the_terminal_lacks_is_an_escape() -> None:
+    program = "from zync_assets.cli import main; main.main(['produce', '--help'])"
+    latin = {**os.environ, "PYTHONIOENCODING": "latin1"}
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, env=latin)
+    assert rb'{"key": \u2026, "value"' in answer.stdout
+    program = "from zync_assets.cli.terminal import print_json; print_json('\\U0001f375')"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, env=latin)
+    assert json.loads(answer.stdout) == "\U0001f375"
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:
