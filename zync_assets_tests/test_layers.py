@@ -106,9 +106,9 @@ def test_imports_form_no_circle() -> None:
 
 CHAIN = {
     "chain", "connect_chain", "connect_defaults", "connect_order", "connect_sink", "connect_types", "exactly_once",
-    "evolution", "field_names", "events", "events_kills", "edits", "feature_mix", "topics_as_they_are", "two_writers",
-    "writers_side_by_side", "kills", "outage", "lake_faults", "replication", "many_topics", "s3", "secrets", "upgrades",
-    "cluster_spark", "remedies", "readme", "packages", "public_api", "layers", "style", "checker", "torture",
+    "evolution", "field_names", "events", "events_kills", "edits", "edits_generated", "feature_mix", "topics_as_they_are",
+    "two_writers", "writers_side_by_side", "kills", "outage", "lake_faults", "replication", "many_topics", "s3", "secrets",
+    "upgrades", "cluster_spark", "remedies", "readme", "packages", "public_api", "layers", "style", "checker", "torture",
     "partitions", "views", "views_kills", "views_tpch", "view_oracle",
 }  # fmt: skip
 """Test files for the whole chain or the whole project. They stand beside the folders."""
