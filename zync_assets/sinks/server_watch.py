@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
@@ -92,7 +92,8 @@ class _Watch:
         """Whether the thread has ended connections, and no later login had an answer."""
         self._sockets: dict[int, socket.socket] = {}
         """id of a driver's connection → its socket, with a descriptor that no other file gets while the socket is here."""
-        self._lock = threading.Lock()
+        # A garbage collection calls _forget, also in a thread that holds the lock.
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
     def add(self, connection: Any, record: object) -> None:
@@ -102,6 +103,8 @@ class _Watch:
             for name, number in self.tcp_options.items():
                 if (option := getattr(socket, name, None)) is not None:
                     own.setsockopt(socket.IPPROTO_TCP, option, number)
+        # A connection whose first statements fail is not closed, and has no event of its end.
+        finalize(connection, self._forget, id(connection)).atexit = False
         with self._lock:
             self._sockets[id(connection)] = own
             if self._thread is None:
@@ -109,8 +112,11 @@ class _Watch:
                 self._thread.start()
 
     def remove(self, connection: Any, record: object) -> None:
+        self._forget(id(connection))
+
+    def _forget(self, name: int) -> None:
         with self._lock:
-            own = self._sockets.pop(id(connection), None)
+            own = self._sockets.pop(name, None)
         if own is not None:
             own.close()
 

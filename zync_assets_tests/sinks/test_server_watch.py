@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
 from collections.abc import Generator
@@ -92,3 +93,20 @@ def test_a_refused_login_is_an_answer(target: tuple[SqlTarget, int, str], monkey
     with place.connection() as connection:
         connection.execute(sa.text(statement))
     assert refusals
+
+
+def test_a_connection_whose_first_statement_fails_is_no_longer_watched(target: tuple[SqlTarget, int, str]) -> None:
+    place, _, _ = target
+    engine = place.engine()
+
+    def refuse(connection: object, record: object) -> None:
+        raise ConnectionError("the first statement fails")
+
+    sa.event.listen(engine, "connect", refuse)
+    try:
+        with pytest.raises(ConnectionError), engine.connect():
+            pass
+    finally:
+        sa.event.remove(engine, "connect", refuse)
+    gc.collect()
+    assert server_watch._watches[engine]._sockets == {}
