@@ -144,6 +144,7 @@ def verdict(sound: Sound, patient: Patient) -> Report:
     return judge(sound.statement, evidence, sound.schemas, drained=True)
 
 
+@pytest.mark.slow
 def test_what_is_sound_passes(sound: Sound, patient: Patient) -> None:
     report = verdict(sound, patient)
     assert report.sound, str(report)
@@ -154,6 +155,7 @@ def test_what_is_sound_passes(sound: Sound, patient: Patient) -> None:
     assert report.numbers["published"] == report.numbers["outputs"] > 200
 
 
+@pytest.mark.slow
 def test_the_command_says_so(sound: Sound, services: Services) -> None:
     where = ["--bootstrap-servers", services.bootstrap_servers, "--registry", services.registry_url]
     which = ["--lake", sound.shop.pipeline.lake, "--prefix", sound.prefix, "--drained", "--format", "json"]
@@ -315,6 +317,7 @@ def shorter(log: Log) -> Log:
     return Log(log.low, log.end - 1, log.records[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_damage_is_caught(
     sound: Sound, patient: Patient, name: str, record_property: Callable[[str, object], None]
