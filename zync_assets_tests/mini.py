@@ -55,11 +55,12 @@ if TYPE_CHECKING:
 HEADER = """
 name: $name
 kafka: {bootstrap.servers: "$servers"}
-registry: {url: "$registry"}
+registry: {url: "$registry", retries.wait.ms: 10}
 lake: $lake
 settle: $settle
 spark: $spark
 """
+"""The tests have one registry server. An id that it does not know now comes through no other server, and is not waited for."""
 BOTH = """
 inputs:
   - {topic: $left, pool: Raw, key-format: string, value-format: json, schema: "op string, id bigint, v string"}
