@@ -70,7 +70,8 @@ def retried(
         except ZyncError as error:
             if not isinstance(error, CommitConflict) and not (batch is first and _overtaken(read, batch, progress)):
                 raise
-            log(f"{error}; going on after it")
+            # The caller need not run it again.
+            log(f"{str(error).removesuffix('; run again')}; going on after it")
         batch = read()
     return commit(batch)
 

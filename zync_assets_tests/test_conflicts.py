@@ -34,7 +34,7 @@ class Table:
 
 
 def test_a_conflict_is_tried_again_on_a_new_plan() -> None:
-    table = Table(CommitConflict("another writer was first"), moving=True)
+    table = Table(CommitConflict("another writer was first; run again"), moving=True)
     assert table.run() == "committed on 1"
     assert table.log == ["another writer was first; going on after it"]
 
