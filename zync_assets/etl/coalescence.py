@@ -5,8 +5,8 @@ values, one must have all fields of the other: the merged value has the fields o
 field that a change leaves out keeps its earlier value. Two changes that can't be merged so are two outputs. The ``source`` of a
 merged output lists the raw records of all merged changes. Each done record is therefore the source of an output.
 
-A change that may be impossible to encode, or whose ``partition-by`` fails, stays an output of its own. It then costs no other
-change. Two changes that together may be too large are two outputs as well.
+A change that may be impossible to encode, or whose ``partition-by`` fails, stays an output of its own. Other
+changes then do not fail with this change. Two changes that together may be too large are two outputs as well.
 """
 
 from __future__ import annotations
