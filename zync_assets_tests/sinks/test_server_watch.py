@@ -22,7 +22,7 @@ from zync_assets_tests.mariadb import mariadb
 
 @contextmanager
 def frozen_server(port: int) -> Generator[None]:
-    """The server that listens on the port stands still, with all its processes."""
+    """Suspend all processes of the server that listens on the port."""
     listeners = [
         item.pid for item in psutil.net_connections("tcp") if item.status == "LISTEN" and item.laddr[1] == port
     ]
@@ -52,10 +52,13 @@ def target(request: pytest.FixtureRequest) -> Generator[tuple[SqlTarget, int, st
             yield mysql.MysqlTarget(server.url("mysql")), server.port, "SELECT sleep(3)"
 
 
-@pytest.fixture(autouse=True)
-def haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_watch, "LOOK_SECONDS", 0.5)
-    monkeypatch.setattr(server_watch, "SILENCE_SECONDS", 1.0)
+@pytest.fixture(autouse=True, scope="module")
+def haste() -> Generator[None]:
+    """For the whole module: the thread of a watch may begin its rest between two tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_watch, "LOOK_SECONDS", 0.5)
+        patch.setattr(server_watch, "SILENCE_SECONDS", 1.0)
+        yield
 
 
 def test_a_statement_ends_when_its_server_is_frozen(target: tuple[SqlTarget, int, str]) -> None:
