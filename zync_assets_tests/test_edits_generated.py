@@ -66,7 +66,7 @@ class File:
 
     @property
     def views(self) -> tuple[Any, ...]:
-        """The settings of which each changes a view. An edit of one of them asks for a rebuild."""
+        """The settings of the views. An edit of any of these settings asks for a rebuild."""
         return self.join, self.is_even, self.has_groups, self.weight
 
     def text(self) -> str:

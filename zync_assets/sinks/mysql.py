@@ -149,7 +149,7 @@ class MysqlTarget(SqlTarget):
             arguments |= tls_options(tls)
         engine = sa.create_engine(url.difference_update_query(tls), poolclass=sa.pool.NullPool, connect_args=arguments)
         event.listen(engine, "connect", _begin_session)
-        watch_server(engine, arguments, lambda connection: of("PyMySQL", connection, "_sock"), TCP_OPTIONS)
+        watch_server(engine, lambda connection: of("PyMySQL", connection, "_sock"), TCP_OPTIONS)
         if "read_timeout" in arguments:
             event.listen(engine, "connect", _end_timeout)
         return engine

@@ -128,7 +128,7 @@ class PostgresTarget(SqlTarget):
         def connect(dialect: object, record: object, arguments: object, options: dict[str, Any]) -> None:
             options |= connect_options(url, os.environ)
 
-        watch_server(engine, connect_options(url, os.environ), lambda connection: connection)
+        watch_server(engine, lambda connection: connection)
         names: Any = engine.dialect
         names.ischema_names = {**names.ischema_names, **NAMED_TYPES}
         return engine

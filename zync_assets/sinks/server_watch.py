@@ -1,9 +1,9 @@
 """The watch over a target's server: statements end when the server's host disappears, and when the server is frozen.
 
-No statement has a time limit, because a merge may take long. With TCP_OPTIONS the kernel notices a host that is gone. The kernel
-of a live host goes on answering for a frozen server, such as a paused container. A thread therefore logs in again and again while
-connections are open. A refused login is an answer too. After SILENCE_SECONDS without an answer, the thread ends the
-connections, and their statements fail as in any other outage.
+No statement has a time limit, because a merge may take long. TCP_OPTIONS let the kernel end the connections to a lost host.
+The kernel of a live host goes on answering for a frozen server, such as a paused container. A thread therefore logs in again
+and again while connections are open. A refused login is an answer too. After SILENCE_SECONDS without an answer, the thread
+ends the connections, and their statements fail as in any other outage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -42,23 +42,22 @@ _watches: WeakKeyDictionary[Engine, _Watch] = WeakKeyDictionary()
 
 
 class HasDescriptor(Protocol):
-    """A socket, or an object that has one."""
+    """A socket, or a connection with the descriptor of its socket."""
 
     def fileno(self) -> int: ...
 
 
 def watch_server(
     engine: Engine,
-    options: Mapping[str, Any],
     socket_of: Callable[[Any], HasDescriptor],
     tcp_options: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Watch the connections of an engine.
+    """Watch the connections of an engine, whose logins have a time limit. Call it after the engine's other listeners.
 
-    ``options``: of a connection, beside those of the URL, with a time limit of the login. ``socket_of``: a driver's connection →
-    its socket. ``tcp_options``: TCP_OPTIONS, unless the driver sets them itself.
+    ``socket_of``: a driver's connection → its socket. ``tcp_options``: TCP_OPTIONS, unless the driver sets them itself.
     """
-    watch = _watches[engine] = _Watch(engine, options, socket_of, tcp_options)
+    watch = _watches[engine] = _Watch(engine.dialect.loaded_dbapi, socket_of, tcp_options)
+    event.listen(engine, "do_connect", watch.keep_parameters)
     # Before SQLAlchemy's own first statements.
     event.listen(engine, "connect", watch.add, insert=True)
     event.listen(engine, "close", watch.remove)
@@ -77,17 +76,10 @@ def silence_error(engine: Engine) -> TargetUnavailable | None:
 class _Watch:
     """The open connections of one engine, and the thread that asks for logins."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        options: Mapping[str, Any],
-        socket_of: Callable[[Any], HasDescriptor],
-        tcp_options: Mapping[str, int],
-    ) -> None:
-        arguments, parameters = engine.dialect.create_connect_args(engine.url)
-        driver: Any = engine.dialect.loaded_dbapi
-        self.login: Callable[[], Any] = lambda: driver.connect(*arguments, **{**parameters, **options})
-        self.socket_of, self.tcp_options = socket_of, tcp_options
+    def __init__(self, driver: Any, socket_of: Callable[[Any], HasDescriptor], tcp_options: Mapping[str, int]) -> None:
+        self.driver, self.socket_of, self.tcp_options = driver, socket_of, tcp_options
+        self._parameters: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
+        """The arguments of the engine's last login."""
         self.is_silent = False
         """Whether the thread has ended connections, and no later login had an answer."""
         self._sockets: dict[int, socket.socket] = {}
@@ -95,6 +87,16 @@ class _Watch:
         # A garbage collection calls _forget, also in a thread that holds the lock.
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
+
+    def keep_parameters(
+        self, dialect: object, record: object, arguments: Sequence[Any], parameters: Mapping[str, Any]
+    ) -> None:
+        self._parameters = tuple(arguments), dict(parameters)
+
+    def login(self) -> Any:
+        """A connection as the engine's last one."""
+        arguments, parameters = self._parameters
+        return self.driver.connect(*arguments, **parameters)
 
     def add(self, connection: Any, record: object) -> None:
         self.is_silent = False

@@ -43,7 +43,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Thread(target=interrupt, daemon=True).start()
 """
 """Sends Ctrl-C to the whole process group once all functions of a set are under way in the main thread. With ``everywhere``,
-it sends SIGTERM to the process and all its children."""
+the process and all its children get SIGTERM instead."""
 
 
 def interrupted(
