@@ -40,7 +40,13 @@ def _without(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("package", "name"), [("confluent-kafka", "_rest_client"), ("pyspark", "_channel"), ("PyMySQL", "_read_timeout")]
+    ("package", "name"),
+    [
+        ("confluent-kafka", "_rest_client"),
+        ("confluent-kafka", "verify"),
+        ("pyspark", "_channel"),
+        ("PyMySQL", "_read_timeout"),
+    ],
 )
 def test_a_private_attribute_that_an_object_lacks_is_an_error(package: str, name: str) -> None:
     with pytest.raises(SetupError, match=rf"{package} \d.* has no object\.{name}.*pip install"):

@@ -23,11 +23,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaError, SchemaUnknown
-from zync_assets.kafka.trust import explanation, missing_file
+from zync_assets.kafka.trust import NO_AUTHORITIES, explanation, load_authorities, missing_file
 from zync_assets.pipeline import RegistryConfig
 from zync_assets.private import of, private
 
@@ -122,14 +123,10 @@ class _Inliner:
             if candidate in self._definitions:
                 definition, enclosing = self._definitions[candidate]
                 return self.schema(definition, enclosing)
-        raise SchemaError(
-            f"type {full_name(name, namespace)} is defined nowhere; register the subject that defines it "
-            "and refer to it"
-        )
+        raise SchemaError(f"type {full_name(name, namespace)} is defined nowhere; register its subject and refer to it")
 
 
 log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 Kinds: TypeAlias = type[RegistryError] | tuple[type[RegistryError], ...]
 
@@ -181,10 +178,13 @@ def connect(config: RegistryConfig) -> SchemaRegistryClient:
     if "bearer.auth.token" in properties:
         # Of no meaning outside Confluent's cloud, and asked for by its client.
         properties = {"bearer.auth.credentials.source": "STATIC_TOKEN", "bearer.auth.logical.cluster": "", **properties}
-    client = SchemaRegistryClient({**DEFAULTS, **properties, "max.retries": 0, "url": public(config.url)})
-    session: Any = of("confluent-kafka", client, "_rest_client").session
-    session.follow_redirects = True
-    session.event_hooks = {"response": [_keep_method]}
+    is_plain = "https:" not in config.url.lower() and not any(name.startswith("ssl.") for name in properties)
+    trust = {"ssl.ca.location": NO_AUTHORITIES} if is_plain else {}
+    client = SchemaRegistryClient({**DEFAULTS, **properties, **trust, "max.retries": 0, "url": public(config.url)})
+    rest: Any = of("confluent-kafka", client, "_rest_client")
+    load = partial(load_authorities, of("confluent-kafka", rest, "verify"))
+    rest.session.follow_redirects = True
+    rest.session.event_hooks = {"response": [_keep_method, load] if is_plain else [_keep_method]}
     return client
 
 

@@ -30,6 +30,16 @@ _TIMES = {9: "is not valid yet", 10: "has expired"}  # X509_V_ERR_CERT_NOT_YET_V
 _UNKNOWN_ISSUER = frozenset({18, 19, 20, 21})  # self-signed, or an issuer that is in no list of trusted ones
 
 
+NO_AUTHORITIES = str(Path(__file__).parent)
+"""A folder without certificates. The machine's list of authorities takes up to 40 ms of CPU time to read."""
+
+
+def load_authorities(context: ssl.SSLContext, response: Any) -> None:
+    """Read the machine's authorities before a client without any follows a redirect to https. ``response``: of httpx."""
+    if response.has_redirect_location and response.headers["location"].lower().startswith("https:"):
+        context.load_default_certs()
+
+
 def missing_file(properties: Mapping[str, str]) -> str | None:
     """The first property that names a file that is not there, with the cure. Libraries give OpenSSL's code, or no name."""
     for name, path in properties.items():

@@ -136,6 +136,21 @@ def test_a_redirect_to_another_host_takes_no_login_along(services: Services, pla
         assert len(other.asked) == 1
 
 
+def test_a_redirect_to_https_is_verified(
+    services: Services, plain: Front, authorities: tuple[Authority, Authority], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of an http address has no authorities before the redirect."""
+    ours, stranger = authorities
+    with front(services.registry_url, ours.server("registry", "127.0.0.1")) as secure:
+        for authority, words in ((stranger, "is not signed by a CA that this machine knows"), (ours, None)):
+            monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
+            plain.moves.append(f"307 {secure.url}")
+            if words is None:
+                assert isinstance(registry(plain.url).subjects(), list)
+            else:
+                refused(RegistryConfig(plain.url, {}), words)
+
+
 def test_redirects_in_a_circle_end(plain: Front) -> None:
     plain.moves.extend([f"302 {plain.url}"] * 40)
     with pytest.raises(RegistryError, match="redirects in a circle"):
