@@ -35,7 +35,7 @@ from zync_assets.pipeline import SHARED
 from zync_assets.private import of, private
 from zync_assets.spark import shared_servers
 from zync_assets.spark.failures import cause_line, interrupt_of, spark_failures
-from zync_assets.spark.settings import SECRET, share_classes, spark_settings
+from zync_assets.spark.settings import SECRET, keep_classes, share_classes, spark_settings
 from zync_assets.spark.sql import PINS
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ def start_jvm(settings: Mapping[str, str]) -> None:
                 kill_children(earlier)
                 raise
             start(gateway=gateway)
+            keep_classes(gateway.jvm)
 
 
 @contextmanager

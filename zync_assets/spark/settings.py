@@ -24,6 +24,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -145,6 +146,19 @@ _PAUSE = 24 * 3600.0
 """Seconds after which an archive that could not be made is tried again."""
 
 _log = logging.getLogger(__name__)
+
+
+def keep_classes(jvm: Any) -> None:
+    """Have py4j keep the classes that PySpark uses in each batch. ``jvm``: py4j's view of the JVM.
+
+    py4j asks the JVM at each use of a name. The JVM then looks through all jars for each package that may have the class. A
+    batch of ETL uses these names about a hundred times, a batch of views a thousand times.
+    """
+    for name in ("PythonErrorUtils", "PythonSQLUtils", "PythonUtils", "SimplePythonFunction", "functions", "py4j"):
+        setattr(jvm, name, getattr(jvm, name))
+    jvm.PythonUtils.toSeq = jvm.PythonUtils.toSeq
+    jvm.py4j.reflection = jvm.py4j.reflection
+    jvm.py4j.reflection.TypeUtil = jvm.py4j.reflection.TypeUtil
 
 
 def share_classes(java: Path) -> None:
