@@ -54,10 +54,15 @@ def own_name(path: Path) -> str:
 
 
 @cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported(path: Path) -> set[str]:
     """Absolute names of all modules that a file imports, inside functions and for types too."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -148,9 +153,8 @@ def test_only_one_folder_knows_a_package(package: str, folders: set[str]) -> Non
 
 @pytest.mark.parametrize("path", FILES, ids=own_name)
 def test_a_module_says_what_it_is_for(path: Path) -> None:
-    text = path.read_text()
-    if path.name != "__init__.py" or text.strip():
-        assert ast.get_docstring(ast.parse(text))
+    if path.name != "__init__.py" or tree(path).body:
+        assert ast.get_docstring(tree(path))
 
 
 COMMANDS_WITHOUT_JVM = (

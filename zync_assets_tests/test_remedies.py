@@ -66,7 +66,10 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 def made() -> Iterator[tuple[str, str, list[str]]]:
     """Place, module of the maker (a pipeline's ``command`` or the local services'), and its arguments, of each call."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
+        # Each worker collects this module, and a parse of the whole package takes seconds.
+        if "command(" not in (source := path.read_text()):
+            continue
+        tree = ast.parse(source)
         decorators = {id(part) for node in ast.walk(tree) for part in getattr(node, "decorator_list", ())}
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or id(node) in decorators:
