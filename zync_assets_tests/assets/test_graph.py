@@ -100,6 +100,7 @@ def test_each_partition_of_an_output_has_ranges_of_its_own(services: Services, t
         assert "outputs have partitions 0 to 2" in refused
 
 
+@pytest.mark.slow
 def test_ranges_complete_open_and_ahead(rig: Rig) -> None:
     """A range of a million offsets, so this produces a million records."""
     producer = Producer({"bootstrap.servers": rig.pipeline.kafka["bootstrap.servers"], "linger.ms": 50})

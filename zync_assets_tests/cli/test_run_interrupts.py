@@ -96,16 +96,10 @@ START, CONTEXT, QUERY, IDLE = (
 )
 
 
-@pytest.mark.parametrize(
-    "moments",
-    [[QUERY], pytest.param([START, CONTEXT, QUERY], marks=pytest.mark.slow)],
-    ids=["in a query", "at every moment"],
-)
-def test_a_command_ends_in_one_line_and_the_next_one_does_its_work(
-    pipeline: Pipeline, moments: list[tuple[str, ...]]
-) -> None:
+@pytest.mark.slow
+def test_a_command_ends_in_one_line_and_the_next_one_does_its_work(pipeline: Pipeline) -> None:
     run(pipeline, "from-kafka")
-    for moment in moments:
+    for moment in (START, CONTEXT, QUERY):
         assert interrupted(pipeline, "etl", *moment) == (130, "interrupted\n")
     assert "records 1 " in run(pipeline, "etl")
 

@@ -46,7 +46,9 @@ RULE = """
 GUARDED, PLAIN = "CASE WHEN {row}.full THEN {row}.items[0].q END", "{row}.items[0].q"
 
 
-@pytest.mark.parametrize(("rule", "row"), [(VIEW, "p"), (RULE, "left.value")], ids=["view", "denorm"])
+@pytest.mark.parametrize(
+    ("rule", "row"), [pytest.param(VIEW, "p", marks=pytest.mark.slow), (RULE, "left.value")], ids=["view", "denorm"]
+)
 @pytest.mark.parametrize("sql", [pytest.param(GUARDED, marks=pytest.mark.slow), PLAIN], ids=["guarded", "plain"])
 def test_an_element_is_computed_where_its_condition_holds(
     services: Services,

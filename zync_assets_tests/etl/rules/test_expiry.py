@@ -84,7 +84,7 @@ def model_of(kind: str, action: str, *, ordered: bool) -> Model:
 def test_records_expire_as_in_the_model_wherever_batches_are_cut(
     spark: SparkSession, tmp_path: Path, kind: str, action: str, ordered: bool, seed: int
 ) -> None:
-    records, chance = world(seed, 400, keys=30, step=1000), random.Random(seed)
+    records, chance = world(seed, 300, keys=30, step=1000), random.Random(seed)
     model, at_once = (model_of(kind, action, ordered=ordered) for _ in range(2))
     engine = Engine(spark, rule_of(tmp_path, kind, action), ordered=ordered)
     cuts = [0, *sorted(chance.sample(range(1, len(records)), 3)), len(records)]
