@@ -314,6 +314,8 @@ def kafka_faults(properties: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """
     if "oauth_cb" in properties and not _FUNCTION.fullmatch(properties["oauth_cb"]):
         yield "oauth_cb", "must name a function, as in package.module:function"
+    if "http://" in (servers := properties.get("bootstrap.servers", "").lower()) or "https://" in servers:
+        yield "bootstrap.servers", "must be host:port, without http:// or https://"
     checked_properties = {key: value for key, value in properties.items() if key not in _PYTHONS and UNSET not in value}
     if checked_properties.keys() <= {"bootstrap.servers"} or "plugin.library.paths" in checked_properties:
         return

@@ -339,6 +339,13 @@ ERRORS = [
     ("inputs:", "kafka: {security.protocl: SSL}\ninputs:", 1, "kafka.security.protocl", "mean `security.protocol`?"),
     ("inputs:", "kafka:\n  sasl.pasword: x\ninputs:", 2, "kafka.sasl.pasword", "did you mean `sasl.password`?"),
     ("inputs:", "kafka: {security.protocol: TLS}\ninputs:", 1, "kafka.security.protocol", "PLAINTEXT, SSL, SASL_"),
+    (
+        "inputs:",
+        "kafka: {bootstrap.servers: 'http://b:9092'}\ninputs:",
+        1,
+        "kafka.bootstrap.servers",
+        "must be host:port",
+    ),
     ("inputs:", "kafka: {fetch.min.bytes: many}\ninputs:", 1, "kafka.fetch.min.bytes", "that librdkafka does not take"),
     ("inputs:", "kafka: {quite.other: 1}\ninputs:", 1, "kafka.quite.other", "CONFIGURATION.md"),
     ("inputs:", "kafka: h\ninputs:", 1, "kafka", "write {bootstrap.servers: 'host:9092'}"),
