@@ -300,7 +300,7 @@ class Rule:
 MissingField: TypeAlias = Literal["null", "fail"]
 OnRuleChange: TypeAlias = Literal["continue", "fail"]
 SinkMode: TypeAlias = Literal["upsert", "insert"]
-Evolve: TypeAlias = Literal["none", "add", "widen"]
+Evolve: TypeAlias = Literal["none", "own", "add", "widen"]
 
 
 @dataclass(frozen=True)
@@ -340,7 +340,7 @@ class Sink:
     added: Mapping[str, str] = field(default_factory=dict)
     before: str | None = None
     create: bool = True
-    evolve: Evolve = "none"
+    evolve: Evolve = "own"
     delete: bool = True
     on_bad_record: OnBadRecord = "quarantine"
     max_bad_records: int | None = None

@@ -142,7 +142,7 @@ EVENTS = """
 """
 SINKS = """
 sinks:
-  - {name: latest, type: sqlite, url: shop.db, from: [Staging.$new], table: latest, evolve: add}
+  - {name: latest, type: sqlite, url: shop.db, from: [Staging.$new], table: latest}
   - {name: audits, type: sqlite, url: shop.db, from: [Staging.$audit], table: audits, mode: insert}
   - {name: orders, type: sqlite, url: shop.db, from: [Raw.$orders], table: orders, mode: insert}
 """

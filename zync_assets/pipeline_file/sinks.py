@@ -162,9 +162,10 @@ SINK = (
     Key(
         "evolve",
         "one of the allowed values",
-        "The changes of a table that the sink may make. `add` adds columns, and `widen` also widens the types of columns.",
+        "The changes of a table that the sink may make. `own` adds columns to a table that a sink of the pipeline made, `add` to"
+        " every table. `widen` also widens the types of columns.",
         "evolve: add",
-        default="none",
+        default="own",
         allowed=get_args(Evolve),
     ),
     Key(
@@ -256,7 +257,7 @@ def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool)
         {} if before is None else _added_columns(before),
         None if before is None else _function(before),
         create=item.flag("create") if "create" in item else True,
-        evolve=item.choice("evolve", get_args(Evolve)) or "none",
+        evolve=item.choice("evolve", get_args(Evolve)) or "own",
         delete=item.flag("delete") if "delete" in item else True,
         on_bad_record=on_bad_record,
         max_bad_records=limit,

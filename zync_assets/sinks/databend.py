@@ -151,9 +151,6 @@ class Dialect(DatabendDialect):
     def get_table_options(self, connection: Any, table_name: str, schema: str | None = None, **kw: Any) -> Any:
         return {}
 
-    def get_table_comment(self, connection: Any, table_name: str, schema: str | None = None, **kw: Any) -> Any:
-        return {"text": None}
-
     def get_multi_table_comment(
         self, connection: Any, schema: Any, filter_names: Any, scope: Any, kind: Any, **kw: Any
     ) -> Any:

@@ -411,7 +411,7 @@ def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:
     if not lost:
         return
     values = f"records that are written already have values for {', '.join(lost)}"
-    if plan.sink.evolve == "none":
+    if plan.sink.evolve in ("none", "own"):
         raise TableUnfit(f"{error}\nLoad it from the start after this DDL too: {values}.") from None
     names = ", ".join(lost)
     raise TableUnfit(

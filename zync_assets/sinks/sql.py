@@ -23,6 +23,7 @@ from zync_assets.crashes import crash_point
 from zync_assets.errors import CommitConflict, SinkError, TableUnfit, TargetUnavailable
 from zync_assets.offsets import offset_parts
 from zync_assets.pipeline import Evolve
+from zync_assets.sinks import sql_types
 from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET, UPDATE, UPSERT, inserted_names
 from zync_assets.sinks.server_watch import silence_error
 from zync_assets.sinks.sql_types import (
@@ -30,23 +31,12 @@ from zync_assets.sinks.sql_types import (
     POSITIONS,
     QUARANTINE,
     SqlType,
-    advice,
     at_place,
-    check_cured,
-    check_load,
-    counted_rows,
     default_text,
-    generation,
     has_trait,
     holds,
     is_exact,
-    misfit,
-    missing_key,
-    past_writers,
     place_values,
-    read_progress,
-    refuse_cascades,
-    refuse_creation,
     sql_text,
     standard_type,
     type_text,
@@ -183,7 +173,7 @@ class SqlTarget(Target):
     def past_places(self, place: Place, spec: TableSpec, origin: str, writers: Mapping[Place, bool]) -> Sequence[Place]:
         topic_columns = [item.name for item in spec.columns if item.field == "kafka.topic"]
         with self.connection() as connection:
-            places = past_writers(connection, place, origin, writers)
+            places = sql_types.past_writers(connection, place, origin, writers)
             if not places or (any(not item.sink for item in places) and not (topic_columns and self.is_atomic)):
                 return []
             # A table without a column for the topic: any row counts.
@@ -209,29 +199,33 @@ class SqlTarget(Target):
 
     def progress(self, place: Place) -> Progress:
         with self.connection() as connection:
-            return read_progress(connection, place)
+            return sql_types.read_progress(connection, place)
 
     def prepare(self, spec: TableSpec, *, create: bool, evolve: Evolve) -> None:
         with self.connection() as connection:
             self.create_book(connection)
             if not sa.inspect(connection).has_table(*named(spec)):
                 table = self.new_table(spec)
-                refuse_creation(connection, spec.name, table, create=create)
+                sql_types.refuse_creation(connection, spec.name, table, create=create)
                 table.create(connection)
                 return
             table = self._reflect_table(connection, spec)
             statements, hopeless = self._differences(connection, table, spec, widens=evolve == "widen")
-            refused_statements = [item for item in statements if item[0] > {"none": 0, "add": 1, "widen": 2}[evolve]]
+            is_own = evolve == "own" and bool(statements) and self.is_own(connection, spec)
+            level = {"none": 0, "own": int(is_own), "add": 1, "widen": 2}[evolve]
+            refused_statements = [item for item in statements if item[0] > level]
             if hopeless or refused_statements:
                 missing = [column.name for column in spec.columns if column.name not in table.c]
-                raise TableUnfit(advice(connection, spec.name, refused_statements, hopeless), missing)
+                raise TableUnfit(sql_types.advice(connection, spec.name, refused_statements, hopeless), missing)
             for _, _, ddl in statements:
                 connection.execute(ddl)
 
     def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
         loads = [LoadTable(name, 0, removes=False, partial=False)]
         with self.loading(spec, name) as (connection, table):
-            self.write(connection, table, counted_rows(rows, [column.name for column in table.columns], loads))
+            self.write(
+                connection, table, sql_types.counted_rows(rows, [column.name for column in table.columns], loads)
+            )
         crash_point("sink:loaded")
         return loads[0]
 
@@ -242,7 +236,7 @@ class SqlTarget(Target):
             # 2. The data, one load table after the other: no key is in two of them.
             table = self._reflect_table(connection, merge.spec) if merge.loads or merge.clear else None
             if merge.clear or any(load.removes for load in merge.loads):
-                refuse_cascades(merge.spec.name, self.cascades(connection, merge.spec))
+                sql_types.refuse_cascades(merge.spec.name, self.cascades(connection, merge.spec))
             if merge.clear and table is not None:
                 self.delete(connection, table)
                 for place in merge.cleared:
@@ -310,6 +304,11 @@ class SqlTarget(Target):
         text = " ".join(self.error_text(error).split())
         return kind(f"the target says: {text}" if kind is SinkError else text)
 
+    def is_own(self, connection: Connection, spec: TableSpec) -> bool:
+        """Whether a sink of this pipeline made the table, as the table's comment says."""
+        comment: str = sa.inspect(connection).get_table_comment(*named(spec))["text"] or ""
+        return comment != "" and comment.partition(": ")[0] == spec.comment.partition(": ")[0]
+
     def _reflect_table(self, connection: Connection, spec: TableSpec) -> sa.Table:
         """The present table. TableUnfit if the table no longer exists."""
         try:
@@ -348,13 +347,13 @@ class SqlTarget(Target):
                 statements.append((1, f"column {column.name} is missing", AddColumn(table.name, new, table.schema)))
                 continue
             existing = table.c[column.name].type
-            if problem := generation(connection, table, column.name):
+            if problem := sql_types.generation(connection, table, column.name):
                 hopeless.append(problem)
                 continue
             is_held = self.holds(existing, column)
             if is_held and (self.holds_all(existing, column) or not widens):
                 continue
-            mismatch = misfit(connection, existing, column)
+            mismatch = sql_types.misfit(connection, existing, column)
             if (larger := self.wider(existing, column)) is not None:
                 statements.append((2, mismatch, self.widening(table, column.name, larger)))
             elif not is_held:
@@ -370,7 +369,7 @@ class SqlTarget(Target):
 
     def key_problem(self, connection: Connection, table: sa.Table, spec: TableSpec) -> str | None:
         """Why a table can't take rows by their key; None if it can."""
-        return None if spec.mode == "insert" else missing_key(connection, table, spec.key)
+        return None if spec.mode == "insert" else sql_types.missing_key(connection, table, spec.key)
 
     def load_table(self, table: sa.Table, spec: TableSpec, name: str, schema: str | None) -> sa.Table:
         """A load table beside a table. The rows to append have no marks."""
@@ -395,7 +394,7 @@ class SqlTarget(Target):
             row = rows.get(partition)
             if (row["next"] if row else None) != expected or (row is not None and row["origin"] != merge.origin):
                 raise CommitConflict(f"{merge.place}: another run wrote first; run again")
-        check_cured(connection, merge, self.lock)
+        sql_types.check_cured(connection, merge, self.lock)
 
     def _advance_positions(self, connection: Connection, merge: Merge) -> None:
         at, names = at_place(POSITIONS, merge.place), place_values(merge.place)
@@ -417,7 +416,7 @@ class SqlTarget(Target):
     def _apply(self, connection: Connection, table: sa.Table, spec: TableSpec, load: LoadTable, number: int) -> None:
         """Apply the changes of a load table."""
         rows = self.load_table(table, spec, load.name, self.load_schema(number))
-        check_load(connection, rows, load)
+        sql_types.check_load(connection, rows, load)
         names = [column.name for column in spec.columns]
         if spec.mode == "insert":
             connection.execute(sa.insert(table).from_select(names, sa.select(*(rows.c[name] for name in names))))

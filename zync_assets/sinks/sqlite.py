@@ -45,6 +45,10 @@ _PASSING = {
 }
 
 
+_OWN_KEY = "zync_key"
+"""The name of the primary key of a table that a sink made: tables of SQLite have no comments."""
+
+
 class NumericText(sa.types.UserDefinedType[str]):
     """A column of texts with the affinity NUMERIC, as DATE, TIMESTAMP and JSON have it: the text 2024 would become a number. A
     date, a time, and the JSON of a nested value stay texts."""
@@ -228,6 +232,14 @@ class SqliteTarget(SqlTarget):
 
     def wider(self, existing: SqlType, column: Column) -> SqlType | None:
         return None
+
+    def new_table(self, spec: TableSpec) -> sa.Table:
+        table = super().new_table(spec)
+        table.primary_key.name = _OWN_KEY
+        return table
+
+    def is_own(self, connection: Connection, spec: TableSpec) -> bool:
+        return sa.inspect(connection).get_pk_constraint(spec.name)["name"] == _OWN_KEY
 
     def load_type(self, existing: SqlType) -> SqlType:
         """The affinity of the column; no CHECK and no length."""

@@ -24,7 +24,7 @@ import pytest
 
 from zync_assets import crashes
 from zync_assets.codecs.fields import DEBEZIUM_DATE, ZONED_TIMESTAMP
-from zync_assets.errors import CommitConflict, TargetRefused
+from zync_assets.errors import CommitConflict, TableUnfit, TargetRefused
 from zync_assets.pipeline import Sink
 from zync_assets.sinks.fold import Records, fold
 from zync_assets.sinks.plan import REPLAYS
@@ -290,6 +290,7 @@ def assert_conforms(kind: str, url: str, load_tables: Any, *, count: int = 8, se
     _assert_replays_are_counted(target)
     assert rows_of(target) == model(target, seed, count)
     _assert_missing_column_is_null(target)
+    _assert_own_table_grows(target)
     _assert_reset_goes_on(kind, url, seed, count)
 
 
@@ -334,6 +335,17 @@ def _assert_missing_column_is_null(target: Target) -> None:
     table, count = spec(target, changed=True), len(rows_of(target))
     wider = replace(table, columns=(*table.columns, Column("missing", pa.date32())))
     assert [row["missing"] for batch in target.rows(wider) for row in batch.to_pylist()] == [None] * count
+
+
+def _assert_own_table_grows(target: Target) -> None:
+    """By default, a sink adds columns to a table that a sink of its pipeline made."""
+    columns = Column("id", pa.int64()), Column("text", pa.string())
+    first, later = (TableSpec("own rows", columns[:count], ("id",), "upsert", "pipe: Raw.rows") for count in (1, 2))
+    target.prepare(first, create=True, evolve="own")
+    with pytest.raises(TableUnfit, match="column text is missing"):
+        target.prepare(later, create=True, evolve="none")
+    target.prepare(replace(later, comment="pipe: Staging.rows"), create=False, evolve="own")
+    target.prepare(later, create=False, evolve="none")
 
 
 def _assert_reset_goes_on(kind: str, url: str, seed: int, count: int) -> None:

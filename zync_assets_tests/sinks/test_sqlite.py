@@ -6,6 +6,7 @@ import math
 import re
 import sqlite3
 import subprocess
+from contextlib import closing
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -55,6 +56,15 @@ def test_a_table_that_does_not_fit_is_left_as_it_is_and_the_error_has_the_ddl(tm
         target.prepare(spec(name=pa.string(), id=pa.int64()), create=True, evolve="widen")
     with pytest.raises(TableUnfit, match=r"table gone is not there\. Set create: true, or run:\nCREATE TABLE gone"):
         target.prepare(TableSpec("gone", spec(id=pa.int64()).columns, ("id",), "upsert"), create=False, evolve="none")
+
+
+def test_a_table_that_was_made_by_hand_gains_no_column_by_default(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "it.db")) as database:
+        database.execute("CREATE TABLE rows (id INTEGER NOT NULL PRIMARY KEY)")
+    target, table = SqliteTarget(f"sqlite:///{tmp_path}/it.db"), spec(id=pa.int64(), more=pa.string())
+    with pytest.raises(TableUnfit, match=r"column more is missing\. Set evolve: add, or run:"):
+        target.prepare(table, create=True, evolve="own")
+    target.prepare(table, create=True, evolve="add")
 
 
 @pytest.mark.parametrize(
