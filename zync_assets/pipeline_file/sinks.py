@@ -165,7 +165,7 @@ SINK = (
         "The changes of a table that the sink may make. `own` adds columns to a table that a sink of the pipeline made, `add` to"
         " every table. `widen` also widens the types of columns.",
         "evolve: add",
-        default="own",
+        default="own, or none with create: false",
         allowed=get_args(Evolve),
     ),
     Key(
@@ -244,6 +244,7 @@ def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool)
         item.problem("max-bad-records", "has no effect, because on-bad-record: fail stops before the first; remove it")
     if sink_type == FILES:
         _check_files(item, mode, before)
+    create = item.flag("create") if "create" in item else True
     return Sink(
         name,
         sink_type,
@@ -256,8 +257,8 @@ def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool)
         None if before is None else _condition(before),
         {} if before is None else _added_columns(before),
         None if before is None else _function(before),
-        create=item.flag("create") if "create" in item else True,
-        evolve=item.choice("evolve", get_args(Evolve)) or "own",
+        create=create,
+        evolve=item.choice("evolve", get_args(Evolve)) or ("own" if create else "none"),
         delete=item.flag("delete") if "delete" in item else True,
         on_bad_record=on_bad_record,
         max_bad_records=limit,

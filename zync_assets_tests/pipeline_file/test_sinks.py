@@ -178,3 +178,12 @@ def test_two_sinks_that_would_delete_each_other_s_rows_are_refused(
         return
     with pytest.raises(PipelineFileError, match="would delete rows of the other; write one sink for both"):
         loaded(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("options", "evolve"),
+    [("", "own"), ("create: false, ", "none"), ("create: false, evolve: own, ", "own"), ("evolve: add, ", "add")],
+)
+def test_a_sink_that_makes_no_table_changes_none_by_default(tmp_path: Path, options: str, evolve: str) -> None:
+    pipeline = loaded(tmp_path, TEXT.replace("key: [id], table: others", f"{options}key: [id], table: others"))
+    assert pipeline.sink("two").evolve == evolve
