@@ -301,6 +301,7 @@ MissingField: TypeAlias = Literal["null", "fail"]
 OnRuleChange: TypeAlias = Literal["continue", "fail"]
 SinkMode: TypeAlias = Literal["upsert", "insert"]
 Evolve: TypeAlias = Literal["none", "own", "add", "widen"]
+"""The changes of a table that a sink may make. ``own``: new columns of a table that a sink of the pipeline made."""
 
 
 @dataclass(frozen=True)
