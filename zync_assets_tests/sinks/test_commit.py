@@ -208,6 +208,25 @@ def test_a_column_that_was_dropped_is_not_made_again_without_its_values(
     assert rows(it, "SELECT id, twice, more FROM rows ORDER BY id") == [(1, "cc", None), (2, "dd", None), (3, "ee", 1)]
 
 
+def test_a_new_table_gains_the_columns_of_an_input_that_comes_later(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    rules = """
+transforms:
+  - {name: names, type: stateless, in: $left, out: $out, key: {id: in.value.id}, value: {id: in.value.id, v: in.value.v}}
+  - {name: states, type: stateless, in: $right, out: $out, key: {id: in.value.id}, value: {id: in.value.id, w: in.value.v}}
+"""
+    it = mini(services, spark, tmp_path, unique, TEXT.replace(RULES[: RULES.index("sinks:")], rules))
+    it.send(it.right, row(1, "new"))
+    it.step()
+    assert write(it) == [1]
+    assert rows(it) == [(1, "new")]
+    it.send(it.left, row(1, "pen"), row(2, "cup"))
+    it.step()
+    assert write(it) == [2]
+    assert rows(it, "SELECT id, v, w FROM rows ORDER BY id") == [(1, "pen", "new"), (2, "cup", None)]
+
+
 def edited(it: Mini, sinks: str) -> Mini:
     return it.edited(TEXT[: TEXT.index("sinks:")] + "sinks:\n" + sinks)
 
