@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import DataType
 
+_NO_VALUE = "No value has come yet, only tombstones; a rule for these can use their keys alone."
+
 
 @dataclass(frozen=True)
 class OutputType:
@@ -125,9 +127,7 @@ def _output_type(
         except EtlError as error:
             if has_schema(frames[rule.topics[0]]):
                 raise
-            unknown[name] = (
-                f"{error} No value has come yet, only tombstones; a rule for these can use their keys alone."
-            )
+            unknown[name] = f"{error} {_NO_VALUE}"
     names = (staging.key_column(item.topic), staging.value_column(item.topic))
     have = {field.name: field.type for field in state.schema} if state else {}
     table = [spark_type(have[column]) if column in have else None for column in names]
@@ -145,10 +145,13 @@ def _output_type(
         if not wrong:
             break
         for name, path in wrong.items():
-            untyped[name] = (
-                f"rule {name}, {path}: NULL has no type, and no other rule gives the field one."
-                " Write CAST(NULL AS <type>)."
-            )
+            if all(has_schema(frames[topic]) for topic in rules[name].topics):
+                untyped[name] = (
+                    f"rule {name}, {path}: NULL has no type, and no other rule gives the field one."
+                    " Write CAST(NULL AS <type>)."
+                )
+            else:
+                unknown[name] = f"rule {name}, {path}: it has no type yet. {_NO_VALUE}"
             del kinds_by_rule[name]
     if untyped and len(kinds_by_rule) + len(untyped) == len(rules):
         raise EtlError(next(iter(untyped.values())))

@@ -593,3 +593,20 @@ def test_a_rule_that_takes_such_tombstones_and_needs_their_values_is_an_error(ma
     it.send(it.left, ("gone", None))
     with pytest.raises(EtlError, match=r"rule gone, key: .*only tombstones"):
         it.step()
+
+
+def test_a_field_of_the_whole_value_waits_for_the_first_value(make: Make) -> None:
+    """Only a rule that takes a tombstone stops ETL."""
+    rule = "{type: stateless, name: copy, in: $left, out: $out, key: in.key, value: {v: in.value}}"
+    it = make(UNTYPED.replace("value-format: avro", "value-format: connect-json") + "\ntransforms:\n  - " + rule)
+    it.send(it.left, ("gone", None))
+    it.step()
+    assert it.classes(it.left) == {"dropped": 1}
+    it = it.changed("in: " + it.left, f"where: 'true', in: {it.left}")
+    it.send(it.left, ("gone", None))
+    with pytest.raises(EtlError, match=r"rule copy, value\.v: it has no type yet\. .*only tombstones"):
+        it.step()
+    it.send(it.left, ("first", {"schema": {"type": "int64"}, "payload": 5}))
+    it.step()
+    assert it.values() == [{"v": None}, {"v": 5}]
+    assert it.classes(it.left) == {"dropped": 1, "done": 2}
