@@ -266,7 +266,8 @@ class TimedWriter:
 
     def _refusal(self, error: ClientError) -> KafkaError:
         """An error of the producer as one of this package's."""
-        if error.code() == ClientError.INVALID_TIMESTAMP:
+        # Of several such records in a batch, librdkafka says that they are invalid. A record without a key was refused before.
+        if error.code() in (ClientError.INVALID_TIMESTAMP, ClientError.INVALID_RECORD):
             return KafkaError(
                 f"{self._topic}/{self._partition} takes no record with a timestamp so far from the present, after offset"
                 f" {self.confirmed - 1}. Raise message.timestamp.after.max.ms and message.timestamp.before.max.ms of"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 from confluent_kafka import KafkaError as ClientError
@@ -136,8 +137,12 @@ def test_a_record_of_another_writer_is_found_in_its_partition(kafka: dict[str, s
         assert written(kafka, three, partition, end) == [b"%d" % number for number in range(end)]
 
 
-def test_a_timestamp_that_the_topic_does_not_take_is_told_with_the_cure(kafka: dict[str, str], three: str) -> None:
-    times = [int(time.time() * 1000) + hours * 3_600_000 for hours in (0, 0, 5, 0)]
+@pytest.mark.parametrize("hours", [(0, 0, 5, 0), (0, 5, 5, 5)])
+def test_a_timestamp_that_the_topic_does_not_take_is_told_with_the_cure(
+    kafka: dict[str, str], three: str, hours: Sequence[int]
+) -> None:
+    """Several such records of a batch have another error in librdkafka than a single one."""
+    times = [int(time.time() * 1000) + count * 3_600_000 for count in hours]
     with (
         pytest.raises(KafkaError, match=f"Raise message.timestamp.after.max.ms .* of {three} "),
         TimedWriter(kafka, three, 0, 0) as writer,
