@@ -27,7 +27,7 @@ from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import RegistryConfig, SideFormat
 from zync_assets.publish.restore import restore
 from zync_assets.spark.frames import parquet_frame
-from zync_assets_tests.mini import BOTH, Mini, framed, mini
+from zync_assets_tests.mini import BOTH, Mini, decoded, framed, mini
 from zync_assets_tests.network.front import front
 
 if TYPE_CHECKING:
@@ -166,6 +166,40 @@ def test_a_field_that_is_renamed_by_alias_stays_one_column_for_rules_and_readers
     for reader, found in values_by_reader(it).items():
         assert found == expected, reader
     assert it.values() == expected
+
+
+def line_type(**fields: Any) -> dict[str, Any]:
+    made = [{"name": name, "type": kind, "default": None} for name, kind in fields.items()]
+    return {"type": "record", "name": "Line", "fields": made}
+
+
+def test_records_in_an_array_and_in_a_map_may_get_a_field(it: Mini) -> None:
+    """The whole value is copied: records that are staged keep the fields that they have, also if they are published later."""
+    rule = "{name: copy, type: stateless, in: $left, out: $out, key: in.key, value: in.value}"
+    it = it.edited(AVRO + "\ntransforms:\n  - " + rule)
+    narrow, wide = (
+        line_type(sku=["null", "string"], **more)
+        for more in ({}, {"note": ["null", {"type": "array", "items": "string"}]})
+    )
+    old, new = (
+        writer(it, it.left, id="long", lines={"type": "array", "items": kind}, places={"type": "map", "values": "Line"})
+        for kind in (narrow, wide)
+    )
+    rows = [
+        {"id": 1, "lines": [{"sku": "a"}], "places": {"p": {"sku": "b"}}},
+        {"id": 2, "lines": [{"sku": "c", "note": ["x"]}], "places": {"p": {"sku": "d", "note": None}}},
+        {"id": 3, "lines": [], "places": {"p": {"sku": "e"}}},
+    ]
+    it.send(it.left, old(rows[0]))
+    it.step()
+    it.send(it.left, new(rows[1]), old(rows[2]))
+    it.step()
+    assert it.classes(it.left) == {"done": 3}
+    assert it.pipeline.registry is not None
+    registry = Registry(it.pipeline.registry)
+    found = [decoded(registry, value) for value in it.published(it.out)]
+    assert found[:2] == rows[:2]
+    assert found[2] == {"id": 3, "lines": [], "places": {"p": {"sku": "e", "note": None}}}
 
 
 def policy(it: Mini, word: str) -> Mini:

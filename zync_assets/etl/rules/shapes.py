@@ -189,21 +189,26 @@ def unify(parts: Iterable[tuple[str, DataType]], topic: str, side: str, table: D
 
 def _claim(kind: DataType, path: str, owners: dict[str, str], who: str) -> None:
     """Note the first rule that gives each field a type."""
-    from pyspark.sql.types import NullType, StructType
+    from pyspark.sql.types import ArrayType, MapType, NullType, StructType
 
     if not isinstance(kind, NullType):
         owners.setdefault(path, who)
     if isinstance(kind, StructType):
         for item in kind:
             _claim(item.dataType, f"{path}.{item.name}", owners, who)
+    if isinstance(kind, ArrayType):
+        _claim(kind.elementType, f"{path}[]", owners, who)
+    if isinstance(kind, MapType):
+        _claim(kind.keyType, f"{path} (key)", owners, who)
+        _claim(kind.valueType, f"{path}{{}}", owners, who)
 
 
 def _unify(
     have: DataType, added: DataType, path: str, first: Mapping[str, str], second: Mapping[str, str], *, wide: bool
 ) -> DataType:
     """``first`` and ``second``: path → the rule, or the pool, that gives the field its type. ``wide``: two types may become a
-    wider one."""
-    from pyspark.sql.types import NullType, StructField, StructType
+    wider one, and the structs of two arrays or maps may have other fields."""
+    from pyspark.sql.types import ArrayType, MapType, NullType, StructField, StructType
 
     if isinstance(have, NullType):
         return added
@@ -223,6 +228,11 @@ def _unify(
             field_type = fields.get(item.name, NullType())
             fields[item.name] = _unify(field_type, item.dataType, field_path, first, second, wide=wide)
         return StructType([StructField(name, kind) for name, kind in fields.items()])
+    if wide and isinstance(have, ArrayType) and isinstance(added, ArrayType):
+        return ArrayType(_unify(have.elementType, added.elementType, f"{path}[]", first, second, wide=wide))
+    if wide and isinstance(have, MapType) and isinstance(added, MapType):
+        key = _unify(have.keyType, added.keyType, f"{path} (key)", first, second, wide=wide)
+        return MapType(key, _unify(have.valueType, added.valueType, f"{path}{{}}", first, second, wide=wide))
     common = wider(have, added) if wide else None
     if common is None:
         cure = "CAST the rule's, or name another output" if wide else "CAST one of them"
@@ -302,20 +312,34 @@ def made_sql(shape: Shape, have: DataType, want: DataType) -> str:
     return _widened(shape_sql(shape), have, want)
 
 
-def _widened(sql: str, have: DataType, want: DataType) -> str:
-    """An expression that is a struct itself, with the fields of ``want``."""
-    from pyspark.sql.types import NullType, StructType
+def _widened(sql: str, have: DataType, want: DataType, depth: int = 0) -> str:
+    """An expression, the structs in it with the fields of ``want``. ``depth``: the number of arrays and maps around it."""
+    from pyspark.sql.types import ArrayType, MapType, NullType, StructType
 
     if isinstance(have, NullType):
         return f"CAST(NULL AS {type_sql(want)})"
     if have.simpleString() == want.simpleString():
         return sql
+    # Spark's CAST keeps the number of the fields of a struct.
+    has_parts, item = (ArrayType, MapType, StructType), f"item_{depth}"
+    if isinstance(have, ArrayType) and isinstance(want, ArrayType) and isinstance(want.elementType, has_parts):
+        return f"transform({sql}, {item} -> {_widened(item, have.elementType, want.elementType, depth + 1)})"
+    if isinstance(have, MapType) and isinstance(want, MapType) and isinstance(want.valueType, has_parts):
+        value_sql = _widened(item, have.valueType, want.valueType, depth + 1)
+        sql, have = (
+            f"transform_values({sql}, (key_{depth}, {item}) -> {value_sql})",
+            MapType(have.keyType, want.valueType),
+        )
+        return sql if have.simpleString() == want.simpleString() else f"CAST({sql} AS {type_sql(want)})"
     if not isinstance(want, StructType):
         return f"CAST({sql} AS {type_sql(want)})"
     kinds = {item.name: item.dataType for item in have} if isinstance(have, StructType) else {}
     parts = [
-        (item.name, _widened(f"{sql}.{name_sql(item.name)}", kinds.get(item.name, NullType()), item.dataType))
-        for item in want
+        (
+            field.name,
+            _widened(f"{sql}.{name_sql(field.name)}", kinds.get(field.name, NullType()), field.dataType, depth),
+        )
+        for field in want
     ]
     return f"CASE WHEN {sql} IS NOT NULL THEN {_struct_sql(parts)} END"
 

@@ -12,6 +12,7 @@ from pyspark.sql.types import (
     DecimalType,
     IntegerType,
     LongType,
+    MapType,
     NullType,
     StringType,
     StructField,
@@ -20,7 +21,7 @@ from pyspark.sql.types import (
 
 from zync_assets.errors import EtlError
 from zync_assets.etl.rules import shapes
-from zync_assets.etl.rules.shapes import Question, expression_type, learn_types, own_type, unify, void_fields
+from zync_assets.etl.rules.shapes import Question, expression_type, learn_types, made_sql, own_type, unify, void_fields
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.spark.sql import shape_sql
 
@@ -83,6 +84,30 @@ def test_the_pool_s_type_and_the_rules_may_be_wider_than_each_other() -> None:
         match=r"value\.id is string in rule x and int in the staging pool.*: CAST the rule's, or name another output",
     ):
         unify([("rule x", struct(id=TEXT))], "t", "value", table)
+
+
+def test_structs_in_arrays_and_maps_get_the_fields_of_the_pool_and_of_the_rules(spark: SparkSession) -> None:
+    table = struct(lines=ArrayType(struct(id=INT, gone=TEXT)), deep=MapType(INT, ArrayType(struct(a=TEXT))))
+    rule = struct(lines=ArrayType(struct(id=LONG, more=TEXT)), deep=MapType(INT, ArrayType(struct(b=LONG, a=TEXT))))
+    whole = unify([("rule one", rule)], "t", "value", table)
+    assert whole == struct(
+        lines=ArrayType(struct(id=LONG, gone=TEXT, more=TEXT)), deep=MapType(INT, ArrayType(struct(a=TEXT, b=LONG)))
+    )
+    rows = [((([(1, "x"), None], {7: [(2, "y")], 8: None})),), ((None, None),), (None,)]
+    frame = spark.createDataFrame(rows, struct(value=rule))
+    [first, second, third] = frame.selectExpr(f"{made_sql('value', rule, whole)} AS value").collect()
+    assert first["value"].asDict(recursive=True) == {
+        "lines": [{"id": 1, "gone": None, "more": "x"}, None],
+        "deep": {7: [{"a": "y", "b": 2}], 8: None},
+    }
+    assert second["value"].asDict() == {"lines": None, "deep": None}
+    assert third["value"] is None
+    long_keys = struct(deep=MapType(LONG, ArrayType(struct(a=TEXT, b=LONG))))
+    assert unify([("rule one", rule)], "t", "value", long_keys)["deep"] == long_keys["deep"]
+    [row, *_] = frame.selectExpr(f"{made_sql('value', rule, long_keys)} AS value").collect()
+    assert row["value"].asDict(recursive=True) == {"deep": {7: [{"a": "y", "b": 2}], 8: None}}
+    with pytest.raises(EtlError, match=r"value\.lines\[\]\.id is string in rule x and int in the staging pool"):
+        unify([("rule x", struct(lines=ArrayType(struct(id=TEXT))))], "t", "value", table)
 
 
 def test_a_rule_keeps_its_own_fields_and_takes_the_type_of_a_null_from_the_topic() -> None:
