@@ -76,27 +76,10 @@ _MARIADB_SESSION = _SESSION.replace("TRANSACTION_ISOLATION", "tx_isolation")
 
 # https://dev.mysql.com/doc/mysql-errors/8.0/en/server-error-reference.html, https://mariadb.com/kb/en/mariadb-error-codes/
 _PASSING = {
-    1021,
-    1037,
-    1038,
-    1040,
-    1041,
-    1053,
-    1079,
-    1114,
-    1158,
-    1159,
-    1160,
-    1161,
-    1203,
-    1213,
-    1226,
-    1290,
-    1317,
-    1836,
+    *{1021, 1037, 1038, 1040, 1041, 1053, 1079, 1114, 1158, 1159, 1160, 1161, 1203, 1213, 1226, 1290, 1317, 1684, 1836},
 }
 _PASSING_CLIENT = {2002, 2003, 2006, 2013, 2055}
-"""Errors of the server, and of the client: connections, shutdown, locks, deadlocks, memory, disks."""
+"""Errors of the server, and of the client: connections, shutdown, locks, deadlocks, DDL, memory, disks."""
 _REFUSALS = {
     *{1048, 1062, 1172, 1242, 1264, 1265, 1292, 1364, 1365, 1366, 1406, 1411, 1451, 1452, 1525, 1526, 1644, 1690},
     *{3140, 3141, 3819, 4025},
@@ -192,7 +175,7 @@ class MysqlTarget(SqlTarget):
             for name in load_names(sa.inspect(connection).get_table_names(), place):
                 owner = name.removeprefix(place.load_prefix).partition("_")[0]
                 if connection.execute(sa.select(sa.func.is_used_lock(_lock(owner)))).scalar() is None:
-                    sa.Table(name, sa.MetaData()).drop(connection, checkfirst=True)
+                    self.drop([name])
             yield f"{place.load_prefix}{number}_"
 
     @contextmanager

@@ -508,6 +508,22 @@ def test_a_reset_and_a_first_batch_under_way_follow_each_other(server: Server, d
     assert (left, target.progress(PLACE).next) in [([], {}), ([(1, "a"), (2, "old")], {0: 1})]
 
 
+def test_two_runs_at_one_time_remove_the_load_tables_of_killed_runs(server: Server, database: str) -> None:
+    """While one run removes a table, the other can't look for it: MariaDB refuses that to a connection with a lock."""
+    left = [f"{PLACE.load_prefix}{'0' * 16}_{number}_0" for number in range(20)]
+    target, other = (MysqlTarget(server.url(database)) for _ in range(2))
+    target.prepare(spec(id=pa.int64()), create=True, evolve="none")
+    server.run(database, *[f"CREATE TABLE {name} (id int, v longtext)" for name in left])
+
+    def begin(each: MysqlTarget) -> None:
+        with each.run(PLACE):
+            pass
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(begin, (target, other)))
+    assert server.run(database, "SHOW TABLES LIKE 'zync_load%'") == []
+
+
 def test_a_server_that_says_nothing_is_an_outage_and_a_long_statement_is_none(
     server: Server, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
