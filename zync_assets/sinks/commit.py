@@ -403,7 +403,7 @@ class Search:
         message = f"sink {sink.name}, {source}: {refusal}"
         culprit = "the expression, as with try_cast," if is_ours else "the table"
         if sink.on_bad_record == "fail":
-            raise BadRecords(f"{message}. Correct the record or {culprit} and run again.")
+            raise BadRecords(f"{message}. Correct {culprit} and run again; or set on-bad-record: quarantine.")
         if sink.max_bad_records is not None and self.task.bad_count + len(self.bad) >= sink.max_bad_records:
             raise BadRecords(
                 f"{message}. Already {sink.max_bad_records} records of the source are in quarantine, as many as max-bad-records"

@@ -317,7 +317,8 @@ def test_a_record_on_which_an_expression_fails_is_put_aside(
         write(strict)
     where = f"sink sets, table sets, Raw.{it.left}, partition 0, offset 5: before: set: number: CAST(value.v AS INT) fails: "
     assert str(error.value).startswith(f"{where}[CAST_INVALID_INPUT] The value 'y' of")
-    assert str(error.value).endswith(". Correct the record or the expression, as with try_cast, and run again.")
+    cure = "Correct the expression, as with try_cast, and run again; or set on-bad-record: quarantine."
+    assert str(error.value).endswith(f". {cure}")
     # If several records fail, no record has a reason: the reason may be of another record.
     more = it.edited(FAILING)
     more.send(it.left, {"id": 0, "v": "z"}, {"id": 0, "v": "u"})
