@@ -26,7 +26,6 @@ from warnings import catch_warnings, simplefilter
 import pyarrow as pa
 import pymysql
 import sqlalchemy as sa
-from alembic.ddl.mysql import MySQLModifyColumn
 from sqlalchemy import event, exc
 from sqlalchemy.dialects import mysql
 from sqlalchemy.dialects.mysql import insert
@@ -305,17 +304,18 @@ class MysqlTarget(SqlTarget):
         return None
 
     def widening(self, table: sa.Table, name: str, larger: SqlType) -> Any:
-        column = table.c[name]
-        default = getattr(column.server_default, "arg", None)
-        return MySQLModifyColumn(
-            table.name,
-            name,
-            type_=larger,
-            nullable=bool(column.nullable),
-            default=default,
-            comment=column.comment,  # pyright: ignore[reportArgumentType]
-            schema=table.schema,
-        )
+        """The present definition of the column with another type. MODIFY drops what it does not say: the DEFAULT, the comment,
+        AUTO_INCREMENT, and MariaDB's CHECK of a column."""
+        quote: Any = self.engine().dialect.identifier_preparer
+        place, column = quote.format_table(table), quote.quote_identifier(name)
+        with self.engine().connect() as connection:
+            definitions = connection.exec_driver_sql(f"SHOW CREATE TABLE {place}").one()[1]
+        place, column = (with_single_percents(text, self.engine().dialect) for text in (place, column))
+        kind = r"\w+(?:\([\d,]+\))?(?: unsigned)?(?: zerofill)?(?: CHARACTER SET \w+)?(?: COLLATE \w+)?"
+        found = re.search(rf"^  {re.escape(column)} {kind}(.*?),?$", definitions, re.M)
+        rest = found[1] if found else " NULL" if table.c[name].nullable else " NOT NULL"
+        new_kind = larger.compile(self.engine().dialect)
+        return sa.DDL(f"ALTER TABLE {place} MODIFY {column} {new_kind}{rest}".replace("%", "%%"))
 
     # ---- values
 

@@ -20,6 +20,7 @@ import pytest
 
 from zync_assets.codecs.fields import BITS, DEBEZIUM_DATE, ZONED_TIMESTAMP
 from zync_assets.errors import SinkError, TableUnfit, TargetRefused, TargetUnavailable
+from zync_assets.pipeline import Evolve
 from zync_assets.sinks.mysql import MysqlTarget
 from zync_assets.sinks.target import Column, Merge, TableSpec
 from zync_assets_tests.mariadb import ANOTHER_HOST, Server, mariadb
@@ -77,6 +78,10 @@ def test_a_partial_update_needs_no_column_that_may_be_null(server: Server, datab
         ("id varchar(100) NOT NULL, v text, PRIMARY KEY (id(3))", "no primary key or unique constraint is on (id)"),
         ("id text NOT NULL, v text", "no primary key or unique constraint is on (id)"),
         ("id varchar(100) PRIMARY KEY, v text", "the key's column id takes texts for equal that differ"),
+        (
+            "id varchar(100) CHARACTER SET latin1 PRIMARY KEY CHECK (id <> ''), v text",
+            "the key's column id takes texts for equal that differ",
+        ),
         (
             "id varchar(100) COLLATE utf8mb4_bin PRIMARY KEY, v text",
             "the key's column id takes texts for equal that differ",
@@ -321,7 +326,7 @@ def test_a_column_is_widened_or_the_error_has_the_ddl(server: Server, database: 
     target.prepare(spec(id=pa.int64(), n=pa.int32(), p=pa.decimal128(5, 2)), create=True, evolve="none")
     new = spec(id=pa.int64(), n=pa.int64(), p=pa.decimal128(7, 4), more=pa.string())
     with pytest.raises(
-        TableUnfit, match=r"Set evolve: widen, or run:\nALTER TABLE `rows` MODIFY n BIGINT NULL"
+        TableUnfit, match=r"Set evolve: widen, or run:\nALTER TABLE `rows` MODIFY `n` BIGINT DEFAULT NULL"
     ) as error:
         target.prepare(new, create=True, evolve="add")
     assert "more" not in str(error.value)  # The sink may add the column.
@@ -339,6 +344,26 @@ def test_a_column_is_widened_or_the_error_has_the_ddl(server: Server, database: 
         target.prepare(small, create=True, evolve=evolve)
         columns = f"SELECT column_type FROM information_schema.columns WHERE table_schema = '{database}'"
         assert server.run(database, f"{columns} AND table_name = 'small' AND column_name = 'n'")[0][0] == kind
+
+
+@pytest.mark.parametrize("evolve", ["none", "widen"])
+def test_a_widened_column_keeps_what_the_user_has_given_it(server: Server, database: str, evolve: Evolve) -> None:
+    target = MysqlTarget(server.url(database))
+    server.run(
+        database,
+        "CREATE TABLE `5%` (`i d%` int NOT NULL AUTO_INCREMENT PRIMARY KEY COMMENT '5%, a', n int NOT NULL DEFAULT 7"
+        " CHECK (n <> 13 and n % 20 <> 1), p decimal(5,2) INVISIBLE CHECK (p > 0))",
+    )
+    shown = "SHOW CREATE TABLE `5%`"
+    before = server.run(database, shown)[0][1]
+    table = replace(spec(**{"i d%": pa.int64(), "n": pa.int64(), "p": pa.decimal128(9, 2)}), name="5%")
+    if evolve == "none":
+        with pytest.raises(TableUnfit) as error:
+            target.prepare(table, create=True, evolve=evolve)
+        server.run(database, *str(error.value).split("run:\n")[1].removesuffix(";").split(";\n"))
+    target.prepare(table, create=True, evolve=evolve)
+    after = before.replace("int(11)", "bigint(20)").replace("decimal(5,2)", "decimal(9,2)")
+    assert server.run(database, shown)[0][1] == after
 
 
 def test_an_outage_is_no_refusal_and_no_error_has_the_password(server: Server, database: str) -> None:
