@@ -11,6 +11,7 @@ enough to find the reason. A refused certificate comes as ``_SSL`` or as ``_TRAN
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import ssl
@@ -35,9 +36,19 @@ NO_AUTHORITIES = str(Path(__file__).parent)
 
 
 def load_authorities(context: ssl.SSLContext, response: Any) -> None:
-    """Read the machine's authorities before a client without any follows a redirect to https. ``response``: of httpx."""
+    """Read the machine's authorities before a client without any follows a redirect to https. ``response``: of httpx.
+
+    They are those that the client reads for an address of https: OpenSSL's own list may be elsewhere, or empty.
+    """
     if response.has_redirect_location and response.headers["location"].lower().startswith("https:"):
-        context.load_default_certs()
+        if context.cert_store_stats()["x509"]:
+            return
+        file, folder = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
+        if not (file or folder):
+            import certifi
+
+            file = certifi.where()
+        context.load_verify_locations(cafile=file or None, capath=None if file else folder)
 
 
 def missing_file(properties: Mapping[str, str]) -> str | None:

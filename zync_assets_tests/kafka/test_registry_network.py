@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.x509 import load_pem_x509_certificate
 
 from zync_assets.errors import RegistryError, RegistryUnavailable, SchemaUnknown
 from zync_assets.kafka.registry import Registry
@@ -149,6 +152,39 @@ def test_a_redirect_to_https_is_verified(
                 assert isinstance(registry(plain.url).subjects(), list)
             else:
                 refused(RegistryConfig(plain.url, {}), words)
+
+
+@pytest.mark.parametrize("trusted", ["file", "folder", "list"])
+def test_a_redirect_to_https_trusts_whom_a_client_of_the_https_address_trusts(
+    services: Services,
+    plain: Front,
+    authorities: tuple[Authority, Authority],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    trusted: str,
+) -> None:
+    """SSL_CERT_FILE alone, else SSL_CERT_DIR, else the list of certifi, wherever OpenSSL looks."""
+    ours, stranger = authorities
+    (tmp_path / "with").mkdir()
+    # OpenSSL looks for a file by the hash of the subject, without the head of its DER sequence.
+    subject = load_pem_x509_certificate(ours.path.read_bytes()).subject.public_bytes()[2:]
+    number = int.from_bytes(hashlib.sha1(subject, usedforsecurity=False).digest()[:4], "little")
+    (tmp_path / "with" / f"{number:08x}.0").write_bytes(ours.path.read_bytes())
+    variables = {
+        "file": {"SSL_CERT_FILE": str(stranger.path), "SSL_CERT_DIR": str(tmp_path / "with")},
+        "folder": {"SSL_CERT_FILE": "", "SSL_CERT_DIR": str(tmp_path / "with")},
+        "list": {"SSL_CERT_FILE": "", "SSL_CERT_DIR": ""},
+    }
+    for name, value in variables[trusted].items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("certifi.where", lambda: str(ours.path))
+    with front(services.registry_url, ours.server("registry", "127.0.0.1")) as secure:
+        plain.moves.append(f"307 {secure.url}")
+        for url in (secure.url, plain.url):
+            if trusted == "file":
+                refused(RegistryConfig(url, {}), "is not signed by a CA that this machine knows")
+            else:
+                assert isinstance(registry(url).subjects(), list)
 
 
 def test_redirects_in_a_circle_end(plain: Front) -> None:
