@@ -7,6 +7,7 @@ Values are parameters.
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -223,9 +224,8 @@ class SqlTarget(Target):
     def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:
         loads = [LoadTable(name, 0, removes=False, partial=False)]
         with self.loading(spec, name) as (connection, table):
-            self.write(
-                connection, table, sql_types.counted_rows(rows, [column.name for column in table.columns], loads)
-            )
+            names = [column.name for column in table.columns]
+            self.write(connection, table, sql_types.counted_rows(rows, names, loads))
         crash_point("sink:loaded")
         return loads[0]
 
@@ -305,9 +305,10 @@ class SqlTarget(Target):
         return kind(f"the target says: {text}" if kind is SinkError else text)
 
     def is_own(self, connection: Connection, spec: TableSpec) -> bool:
-        """Whether a sink of this pipeline made the table, as the table's comment says."""
+        """Whether a sink of this pipeline made the table, as the table's comment says. A user's comment is no Pool.Topic."""
         comment: str = sa.inspect(connection).get_table_comment(*named(spec))["text"] or ""
-        return comment != "" and comment.partition(": ")[0] == spec.comment.partition(": ")[0]
+        pipeline = spec.comment.partition(": ")[0]
+        return pipeline != "" and re.fullmatch(rf"{re.escape(pipeline)}: \w+\.[\w.-]+", comment) is not None
 
     def _reflect_table(self, connection: Connection, spec: TableSpec) -> sa.Table:
         """The present table. TableUnfit if the table no longer exists."""

@@ -10,6 +10,7 @@ are therefore TEXT.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sqlite3
 from collections.abc import Generator, Iterator, Sequence
@@ -31,7 +32,7 @@ from zync_assets.codecs.fields import DEBEZIUM_DATE
 from zync_assets.errors import SinkError, TargetRefused, TargetUnavailable
 from zync_assets.sinks.sql import SqlTarget
 from zync_assets.sinks.sql_types import SqlType, fitting, on_conflict
-from zync_assets.sinks.target import LOAD_PREFIX, Column, Merge, Place, Progress, TableSpec
+from zync_assets.sinks.target import LOAD_PREFIX, Column, Merge, Place, Progress, TableSpec, named
 
 TIMEOUT_SECONDS = 30.0
 """How long a statement waits for another writer of the file."""
@@ -45,8 +46,16 @@ _PASSING = {
 }
 
 
-_OWN_KEY = "zync_key"
-"""The name of the primary key of a table that a sink made: tables of SQLite have no comments."""
+def _own_key(spec: TableSpec) -> str:
+    """The name of the primary key of a table that a sink of the pipeline makes: tables of SQLite have no comments.
+
+    Letters, digits and _ alone: SQLAlchemy finds no other names.
+
+    >>> _own_key(TableSpec("orders", (), ("id",), "upsert", "web-shop: Staging.orders"))
+    'zync_web_2dshop'
+    """
+    pipeline = spec.comment.partition(": ")[0]
+    return "zync_" + re.sub(r"[^A-Za-z0-9]", lambda found: f"_{ord(found[0]):x}", pipeline)
 
 
 class NumericText(sa.types.UserDefinedType[str]):
@@ -235,11 +244,11 @@ class SqliteTarget(SqlTarget):
 
     def new_table(self, spec: TableSpec) -> sa.Table:
         table = super().new_table(spec)
-        table.primary_key.name = _OWN_KEY
+        table.primary_key.name = _own_key(spec)
         return table
 
     def is_own(self, connection: Connection, spec: TableSpec) -> bool:
-        return sa.inspect(connection).get_pk_constraint(spec.name)["name"] == _OWN_KEY
+        return sa.inspect(connection).get_pk_constraint(*named(spec))["name"] == _own_key(spec)
 
     def load_type(self, existing: SqlType) -> SqlType:
         """The affinity of the column; no CHECK and no length."""

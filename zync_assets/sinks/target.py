@@ -301,7 +301,7 @@ class Target(ABC):
 
     @abstractmethod
     def prepare(self, spec: TableSpec, *, create: bool, evolve: Evolve) -> None:
-        """Make the table fit, as far as the sink may change it. Raises TableUnfit with the DDL that it may not run."""
+        """Make the table fit, as ``pipeline.Evolve`` says. Raises TableUnfit with the DDL that the sink may not run."""
 
     @abstractmethod
     def load(self, spec: TableSpec, name: str, rows: Iterator[pa.RecordBatch]) -> LoadTable:

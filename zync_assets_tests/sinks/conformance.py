@@ -344,6 +344,10 @@ def _assert_own_table_grows(target: Target) -> None:
     target.prepare(first, create=True, evolve="own")
     with pytest.raises(TableUnfit, match="column text is missing"):
         target.prepare(later, create=True, evolve="none")
+    # Another pipeline, with a name that begins as this one's, made no table here.
+    for comment in ("pip: Raw.rows", "pipe-2: Raw.rows", ""):
+        with pytest.raises(TableUnfit, match="column text is missing"):
+            target.prepare(replace(later, comment=comment), create=False, evolve="own")
     target.prepare(replace(later, comment="pipe: Staging.rows"), create=False, evolve="own")
     target.prepare(later, create=False, evolve="none")
 

@@ -541,6 +541,21 @@ def test_a_column_is_widened_or_the_error_has_the_ddl(server: Postgres, database
         target.prepare(spec(id=pa.int64(), p=pa.decimal128(9, 6)), create=True, evolve="none")
 
 
+def test_a_table_or_view_with_a_comment_of_its_user_s_is_not_changed_by_default(
+    server: Postgres, database: str
+) -> None:
+    server.run(
+        database,
+        "CREATE TABLE rows (id bigint PRIMARY KEY)",
+        "COMMENT ON TABLE rows IS 'shop: rows of the shop. With care.'",
+        "CREATE VIEW seen AS SELECT id FROM rows",
+    )
+    table = replace(spec(id=pa.int64(), more=pa.string()), comment="shop: Raw.rows", mode="insert")
+    for name in ("rows", "public.rows", "seen"):
+        with pytest.raises(TableUnfit, match=r"column more is missing\. Set evolve: add, or run:"):
+            PostgresTarget(url(server, database)).prepare(replace(table, name=name), create=True, evolve="own")
+
+
 LOG = TableSpec("log", (Column("place", pa.int64()), Column("text", pa.string())), ("place",), "insert")
 
 

@@ -67,6 +67,12 @@ def test_a_table_that_was_made_by_hand_gains_no_column_by_default(tmp_path: Path
     target.prepare(table, create=True, evolve="add")
 
 
+def test_a_table_whose_name_has_a_schema_gains_a_column(tmp_path: Path) -> None:
+    target = SqliteTarget(f"sqlite:///{tmp_path}/it.db")
+    for table in (spec(id=pa.int64()), spec(id=pa.int64(), more=pa.string())):
+        target.prepare(replace(table, name="main.rows", comment="web-shop: Raw.rows"), create=True, evolve="own")
+
+
 @pytest.mark.parametrize(
     ("made", "problem"),
     [
