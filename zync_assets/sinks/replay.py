@@ -389,7 +389,7 @@ def _prepare(batch: SinkBatch) -> None:
 
 def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:
     """TableUnfit if the table lacks a column that written records have values for: another program dropped or renamed the
-    column. A new column would be empty in the rows of these records."""
+    column. A new column would be empty in the rows of these records. Values that can't be seen any more count by default."""
     plan = batch.plan
     if not error.missing:
         return
@@ -409,6 +409,12 @@ def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:
         missing = [name for name in error.missing if name in conditions]
         lost = [name for name in missing if frame.where(conditions[name]).limit(1).count()]
     if not lost:
+        unseen = "retention removed some" if getattr(plan.state, "retention_start", None) else ""
+        if len(missing) < len(error.missing):
+            unseen = "a function of before: made them"
+        if plan.sink.evolve == "own" and unseen:
+            names = ", ".join(error.missing)
+            raise TableUnfit(f"{error}\nRecords that are written may have values for {names}: {unseen}.") from None
         return
     values = f"records that are written already have values for {', '.join(lost)}"
     if plan.sink.evolve in ("none", "own"):

@@ -644,6 +644,28 @@ def test_retention_waits_until_every_sink_has_written_the_raw_records(
     )
 
 
+@pytest.mark.slow
+def test_a_column_is_not_made_again_by_default_if_retention_removed_its_values(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    text = KEPT[: KEPT.index("  - {name: late")]
+    it = mini(services, spark, tmp_path, unique, text)
+    it.send(it.left, row(1, "v1"))
+    it.step()
+    assert write(it) == [1]
+    assert it.raw(it.left) == []
+    with sqlite3.connect(tmp_path / "shop.db") as connection:
+        connection.execute("ALTER TABLE rows RENAME COLUMN v TO other")
+    it.send(it.left, row(2, "v2"))
+    it.step()
+    words = r"Set evolve: add, or run:\nALTER TABLE rows ADD COLUMN v TEXT;\n(.*\n)*.* may have values for v: retention removed"
+    with pytest.raises(TableUnfit, match=words):
+        write(it)
+    it = it.edited(text.replace("table: rows", "evolve: add, table: rows"))
+    assert write(it) == [1]
+    assert rows(it) == [(1, "v1", None), (2, None, "v2")]
+
+
 ENVELOPE = """
 inputs:
   - {topic: $left, pool: Raw, key-format: json, key-schema: "id bigint", value-format: json,
