@@ -106,6 +106,7 @@ def test_every_allowed_value_loads_and_the_default_is_what_a_file_without_the_ke
 
 
 DEFAULTS = {
+    "evolve": "own",
     "hold": "true",
     "key-format": "avro",
     "value-format": "avro",
