@@ -148,8 +148,13 @@ def _acquire(home: Path) -> FileLock:
     """The lock of the folder, held; the folder is made where it is missing."""
     lock = FileLock(home / LOCK)
     while True:
-        home.mkdir(parents=True, exist_ok=True)
-        # Another process that cleans takes the folder away while this one waits: begin again.
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            # Another process that cleans may take the folder away between the two looks of mkdir.
+            if home.is_file() or home.is_symlink():
+                raise
+        # It may also do so while this process waits: begin again.
         with contextlib.suppress(FileNotFoundError):
             lock.acquire()
             return lock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -227,6 +229,23 @@ def test_cleaning_twice_at_once_does_no_harm(home: Path) -> None:
 
     assert sorted(did_it) == [False, False, False, True]
     assert not home.exists()
+
+
+def test_a_folder_that_vanishes_while_it_is_made_is_made_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir, calls = Path.mkdir, list[Path]()
+
+    def vanishing(path: Path, *args: Any, **options: Any) -> None:
+        if path != home or calls:
+            return mkdir(path, *args, **options)
+        calls.append(path)
+        shutil.rmtree(home)
+        raise FileExistsError(path)
+
+    home.mkdir()
+    startup.save(home, startup.State(str(home / "lake")))
+    monkeypatch.setattr(Path, "mkdir", vanishing)
+    assert not down(home, clean=True)
+    assert calls and not home.exists()
 
 
 def test_the_addresses_have_their_own_target_again_and_none_of_the_user_s(
