@@ -40,15 +40,17 @@ def load_authorities(context: ssl.SSLContext, response: Any) -> None:
 
     They are those that the client reads for an address of https: OpenSSL's own list may be elsewhere, or empty.
     """
-    if response.has_redirect_location and response.headers["location"].lower().startswith("https:"):
-        if context.cert_store_stats()["x509"]:
-            return
-        file, folder = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
-        if not (file or folder):
-            import certifi
+    is_to_tls = response.has_redirect_location and response.headers["location"].lower().startswith("https:")
+    if not is_to_tls or context.cert_store_stats()["x509"]:
+        return
+    if file := os.environ.get("SSL_CERT_FILE"):
+        context.load_verify_locations(cafile=file)
+    elif folder := os.environ.get("SSL_CERT_DIR"):
+        context.load_verify_locations(capath=folder)
+    else:
+        import certifi
 
-            file = certifi.where()
-        context.load_verify_locations(cafile=file or None, capath=None if file else folder)
+        context.load_verify_locations(cafile=certifi.where())
 
 
 def missing_file(properties: Mapping[str, str]) -> str | None:

@@ -409,7 +409,8 @@ def _refuse_lost_values(batch: SinkBatch, error: TableUnfit) -> None:
         missing = [name for name in error.missing if name in conditions]
         lost = [name for name in missing if frame.where(conditions[name]).limit(1).count()]
     if not lost:
-        unseen = "retention removed some" if getattr(plan.state, "retention_start", None) else ""
+        has_gaps = isinstance(plan.state, RawState) and plan.state.retention_start
+        unseen = "retention removed some" if has_gaps else ""
         if len(missing) < len(error.missing):
             unseen = "a function of before: made them"
         if plan.sink.evolve == "own" and unseen:

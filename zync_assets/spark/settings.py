@@ -151,8 +151,8 @@ _log = logging.getLogger(__name__)
 def keep_classes(jvm: Any) -> None:
     """Have py4j keep the classes that PySpark uses in each batch. ``jvm``: py4j's view of the JVM.
 
-    py4j asks the JVM at each use of a name. The JVM then looks through all jars for each package that may have the class, which
-    takes half a millisecond. A batch of one plain rule uses these names 20 times, and a batch of a view 200 times.
+    py4j asks the JVM at each use of a name. The JVM then searches all jars for the class. A search takes half a millisecond. A
+    batch of one plain rule uses these names 20 times, and a batch of a view 200 times.
     """
     for name in ("PythonErrorUtils", "PythonSQLUtils", "PythonUtils", "SimplePythonFunction", "functions", "py4j"):
         setattr(jvm, name, getattr(jvm, name))

@@ -326,11 +326,9 @@ def _widened(sql: str, have: DataType, want: DataType, depth: int = 0) -> str:
         return f"transform({sql}, {item} -> {_widened(item, have.elementType, want.elementType, depth + 1)})"
     if isinstance(have, MapType) and isinstance(want, MapType) and isinstance(want.valueType, has_parts):
         value_sql = _widened(item, have.valueType, want.valueType, depth + 1)
-        sql, have = (
-            f"transform_values({sql}, (key_{depth}, {item}) -> {value_sql})",
-            MapType(have.keyType, want.valueType),
-        )
-        return sql if have.simpleString() == want.simpleString() else f"CAST({sql} AS {type_sql(want)})"
+        sql = f"transform_values({sql}, (key_{depth}, {item}) -> {value_sql})"
+        has_key = have.keyType.simpleString() == want.keyType.simpleString()
+        return sql if has_key else f"CAST({sql} AS {type_sql(want)})"
     if not isinstance(want, StructType):
         return f"CAST({sql} AS {type_sql(want)})"
     kinds = {item.name: item.dataType for item in have} if isinstance(have, StructType) else {}
