@@ -311,6 +311,9 @@ def absent_file(uri: str, paths: Sequence[str]) -> str | None:
         with access_errors(join(uri, path), "can't be found"):
             return system.get_file_info(join(base, path)).is_file
 
+    if not is_store(uri):
+        # A thread costs more than a look into a folder.
+        return next((path for path in paths if not is_there(path)), None)
     with ThreadPoolExecutor(_FOOTERS) as threads:
         return next((path for path, there in zip(paths, threads.map(is_there, paths), strict=True) if not there), None)
 
