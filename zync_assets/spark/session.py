@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
 
-_COMPILER = "spark.sql.codegen.wholeStage"
+_COMPILER, _LISTS = "spark.sql.codegen.wholeStage", "spark.sql.optimizer.inSetConversionThreshold"
 INTERPRETED = 200_000
 """The most rows that Spark handles without compiled stages."""
 
@@ -89,10 +89,13 @@ def set_compiler(session: SparkSession, spark: Mapping[str, str], rows: int) -> 
     """Have Spark compile whole stages of the queries that follow, if they read many rows. ``spark:`` of the pipeline wins.
 
     A small query is interpreted in less time than its code takes to compile: off, 24 tests of small batches took 88 CPU
-    seconds instead of 136. Results do not depend on the compiler.
+    seconds instead of 136. Compiled code compares with the few values of an ``IN`` one by one. Spark's hash set of them takes
+    4 % of a large batch, but no list is a part of the code then. Results do not depend on the compiler.
     """
-    if not {_COMPILER, _COMPILER.removeprefix("spark.")} & set(spark):
-        session.conf.set(_COMPILER, str(rows > INTERPRETED).lower())
+    is_large = rows > INTERPRETED
+    for name, value in ((_COMPILER, str(is_large).lower()), (_LISTS, "10" if is_large else "0")):
+        if not {name, name.removeprefix("spark.")} & set(spark):
+            session.conf.set(name, value)
 
 
 def prepare(session: SparkSession) -> SparkSession:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from zync_assets.errors import SetupError
-from zync_assets.spark.session import session_with
+from zync_assets.spark.session import INTERPRETED, session_with, set_compiler
 from zync_assets.spark.settings import spark_settings
 from zync_assets_tests.services import SPARK
 
@@ -75,3 +76,23 @@ def test_who_reads_the_output_of_a_process_does_not_wait_for_its_jvm() -> None:
     assert outputs[0] != outputs[1]
     words = [line for line in errors.splitlines() if line.startswith("Java's ")]
     assert (rest, words) == ("", [*(f"Java's line {number}" for number in range(200)), "Java's last word"])
+
+
+def test_a_large_batch_is_compiled_and_has_no_hash_set_for_a_short_list(
+    spark: SparkSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def filter_of(rows: int, settings: Mapping[str, str]) -> str:
+        set_compiler(spark, settings, rows)
+        frame = spark.range(3).selectExpr("CAST(id AS string) AS op").where("op IN ('c', 'r')")
+        frame.explain()
+        return capsys.readouterr().out
+
+    try:
+        assert "*(1) Filter" in filter_of(INTERPRETED + 1, {})
+        assert " IN (c,r)" in filter_of(INTERPRETED + 1, {})
+        assert "*(1) Filter" not in filter_of(INTERPRETED, {})
+        assert " INSET c, r" in filter_of(INTERPRETED, {})
+        users_own = {"sql.optimizer.inSetConversionThreshold": "0"}
+        assert " INSET c, r" in filter_of(INTERPRETED + 1, users_own), "the pipeline's setting stays"
+    finally:
+        set_compiler(spark, {}, 0)
