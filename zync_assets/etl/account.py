@@ -282,7 +282,7 @@ FEW = 20_000
 LEDGER = pa.schema(list(ACCOUNT_TYPE))
 """The columns of ledger rows."""
 
-_EDGES = pa.array(["open", "close"])
+_EDGES = ("open", "close")
 """The kinds of the rows that mark where a range begins and ends. Offsets between two ranges are in no ledger row."""
 
 _PLACE = ("topic", "partition", "stride")
@@ -347,7 +347,7 @@ def covering(marked: pa.Table) -> pa.Table:
     place = np.all([_same_as_before(rows[name]) for name in _PLACE], axis=0)
     touches = place & (first == np.append(first[:1], end[:-1]))
     silent = rows["text"].is_null().to_numpy()
-    apart = pc.is_in(rows["kind"], pa.concat_arrays([_EDGES, pa.array(["pending"])])).to_numpy()
+    apart = pc.is_in(rows["kind"], pa.array([*_EDGES, "pending"])).to_numpy()
     joins = touches & _same_as_before(rows["kind"]) & ~apart & silent & np.append(False, silent[:-1])
     starts = np.flatnonzero(~joins)
     counts = np.add.reduceat(rows["records"].fill_null(1).to_numpy(), starts)
@@ -356,7 +356,7 @@ def covering(marked: pa.Table) -> pa.Table:
         classes.schema.get_field_index("end"), "end", pa.array(np.append(end[starts[1:] - 1], end[-1]))
     )
     classes = classes.append_column("count", pa.array(counts))
-    classes = classes.filter(pc.invert(pc.is_in(classes["kind"], _EDGES)))
+    classes = classes.filter(pc.invert(pc.is_in(classes["kind"], pa.array(_EDGES))))
     # A gap lies between an entry (or the start of a range) and the next row of the same range. The records in a gap are done.
     gaps = np.flatnonzero(place[1:] & (first[1:] > end[:-1]) & pc.not_equal(rows["kind"], "close").to_numpy()[:-1])
     done_rows = rows.take(pa.array(gaps)).select(["topic", "partition"])

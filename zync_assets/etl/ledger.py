@@ -154,7 +154,9 @@ LOOKUP_ENTRIES = 6_000_000
 
 PLACE = ["topic", "partition", "first"]
 _FIELDS = ["rule", *PLACE, "hash", "text", "row"]
-NO_ENTRIES = pa.schema([ACCOUNT_TYPE.field(name) for name in _FIELDS]).empty_table()
+_ENTRY = pa.schema([ACCOUNT_TYPE.field(name) for name in _FIELDS])
+# Not by `empty_table`: the conversion of a list imports pandas.
+NO_ENTRIES = pa.Table.from_arrays([pa.nulls(0, item.type) for item in _ENTRY], schema=_ENTRY)
 """No pending records."""
 WANTED = pa.schema([("rule", pa.string()), ("topic", pa.string()), ("hash", pa.int64())])
 """The keys of a look-up. The look-up finds the pending records with the rule, the input topic and the hash of a key."""

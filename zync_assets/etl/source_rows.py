@@ -252,11 +252,10 @@ class HeldRules:
 
 NO_HELD_RULES = HeldRules()
 _NAMES = ("result", "place", "partition", "offset", "kind", "rule", "row", "hash", "exact")
-NO_RECORDS = pa.table(
-    {name: pa.array([], pa.int64()) for name in _NAMES}
-    | {name: pa.array([], pa.bool_()) for name in ("changes", "deletes", "old", "ends")}
+_RECORDS = pa.schema(
+    [(name, pa.int64()) for name in _NAMES] + [(name, pa.bool_()) for name in ("changes", "deletes", "old", "ends")]
 )
-"""``HeldRules.records`` of no results."""
+"""The columns of ``HeldRules.records`` of no results."""
 _ORDER = "order_"
 
 
@@ -269,7 +268,7 @@ def records_about(pickles: Iterable[bytes | None], rows: Rows, hashes: Rows) -> 
     """The records of ``HeldRules.records`` of those results that have a record of the source ``rows``, or of the join
     ``hashes``. ``pickles``: some tables of records each, pickled."""
     tables = [about(pa.table(pickle.loads(pickled)), rows, hashes) for pickled in pickles if pickled is not None]
-    return pa.concat_tables(tables) if tables else NO_RECORDS
+    return pa.concat_tables(tables) if tables else _RECORDS.empty_table()
 
 
 def about(records: pa.Table, rows: Rows, hashes: Rows) -> pa.Table:

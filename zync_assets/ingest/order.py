@@ -30,7 +30,7 @@ Pair = tuple[pa.Array, pa.Array]
 """``high`` and ``low``, as longs."""
 Longs = npt.NDArray[np.int64]
 
-_SNAPSHOTS = pa.array(["true", "first", "first_in_data_collection", "last_in_data_collection", "last", "initial"])
+_SNAPSHOTS = ("true", "first", "first_in_data_collection", "last_in_data_collection", "last", "initial")
 _SEQUENCE = r'^\[\s*(?:"(?P<high>[0-9]{1,18})"|null)\s*,\s*(?:"(?P<low>[0-9]{1,18})"|null)\s*\]$'
 _TRANSACTION_ID = r"^(?P<txid>[0-9]{1,20}):(?P<lsn>[0-9]{1,18})$"
 _BINLOG_ID = r"^(file=.+,pos=[0-9]+|[0-9A-Fa-f-]{36}(:[a-z_0-9]+)?:[0-9]+|[0-9]+-[0-9]+-[0-9]+)$"
@@ -250,7 +250,8 @@ def _orders(high: pa.Array, low: pa.Array) -> pa.StructArray:
 
 def _is_snapshot(source: pa.StructArray) -> pa.Array:
     snapshot = pc.struct_field(source, "snapshot")
-    return pc.fill_null(snapshot, False) if pa.types.is_boolean(snapshot.type) else pc.is_in(snapshot, _SNAPSHOTS)
+    is_boolean = pa.types.is_boolean(snapshot.type)
+    return pc.fill_null(snapshot, False) if is_boolean else pc.is_in(snapshot, pa.array(_SNAPSHOTS))
 
 
 def _is_incremental(source: pa.StructArray) -> pa.Array:

@@ -48,7 +48,7 @@ PARTITION_BITS = 20
 """The bits of a partition in a timed version. A topic has fewer partitions than they count."""
 
 Mask = npt.NDArray[np.bool_]
-_OPS = pa.array([UPSERT, REPLACE, DELETE, UPDATE], pa.string())
+_OPS = (UPSERT, REPLACE, DELETE, UPDATE)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,12 @@ def fold(records: Records, keys: Sequence[str], columns: Sequence[str]) -> pa.Re
     is_set = np.column_stack(masks) if masks else np.empty((len(ends), 0), np.int8)
     versions = records.versions
     creation = versions.take(pa.array(first_creations, mask=~is_upsert))
-    marks = [_OPS.take(pa.array(op)), set_texts(is_set, op == 3), versions.take(pa.array(ends)), creation]
+    marks = [
+        pa.array(_OPS, pa.string()).take(pa.array(op)),
+        set_texts(is_set, op == 3),
+        versions.take(pa.array(ends)),
+        creation,
+    ]
     return pa.RecordBatch.from_arrays([*arrays, *marks], names=[*keys, *columns, OP, SET, OFFSET, CREATION])
 
 

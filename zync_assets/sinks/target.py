@@ -38,7 +38,7 @@ from zync_assets.sinks.fold import DELETE, OP, REPLACE, SET
 
 Trait: TypeAlias = Literal["padded", "number"]
 LOAD_PREFIX = "zync_load_"
-_REMOVALS = pa.array([DELETE, REPLACE])
+_REMOVALS = (DELETE, REPLACE)
 OUTAGE_CURE = "Check the url, and that the target is up."
 LOCAL_HOSTS = ("", "localhost", "127.0.0.1", "::1")  # of URLs that need no TLS
 
@@ -160,7 +160,7 @@ class LoadTable:
 
     def plus(self, batch: pa.RecordBatch) -> LoadTable:
         """The load table with further rows."""
-        removes = self.removes or pc.any(pc.is_in(batch.column(OP), _REMOVALS)).as_py() is True
+        removes = self.removes or pc.any(pc.is_in(batch.column(OP), pa.array(_REMOVALS))).as_py() is True
         partial = self.partial or batch.column(SET).null_count < batch.num_rows
         return LoadTable(self.name, self.rows + batch.num_rows, removes, partial)
 

@@ -51,6 +51,15 @@ def test_nothing_heavy_is_imported_for_a_light_command(arguments: list[str]) -> 
     assert answer.stderr.splitlines()[-1] == "[]"
 
 
+def test_the_modules_of_the_commands_import_no_pandas() -> None:
+    """pyarrow imports pandas at the first conversion of a list. An idle command needs none, and takes 0.15 s less."""
+    modules = sorted({entry.target.partition(":")[0] for entry in COMMANDS.values()})
+    code = f"import sys, {', '.join(modules)}\nprint('pandas' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert answer.stdout == "False\n"
+
+
 def test_the_overview_lists_every_command_with_a_word_on_it() -> None:
     overview = CliRunner().invoke(main, ["--help"]).stdout
 
