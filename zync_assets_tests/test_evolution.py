@@ -61,8 +61,10 @@ def it(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> 
     return mini(services, spark, tmp_path, unique, AVRO + RULES)
 
 
-def writer(it: Mini, topic: str, **fields: Any) -> Writer:
-    """A writer of a schema of its own; a field's type may come with aliases, as ``(type, *aliases)``."""
+def writer(it: Mini, topic: str, *, subject: str = "", **fields: Any) -> Writer:
+    """A writer of a schema of its own; a field's type may come with aliases, as ``(type, *aliases)``.
+
+    ``subject``: of the registry; default: one for the schema alone."""
     registry = Registry(RegistryConfig(it.pipeline.registry.url if it.pipeline.registry else ""))
     made: list[dict[str, Any]] = []
     for name, kind in fields.items():
@@ -70,7 +72,8 @@ def writer(it: Mini, topic: str, **fields: Any) -> Writer:
         made.append({"name": name, "type": kind, **({"aliases": aliases} if aliases else {})})
     schema = {"type": "record", "name": "Row", "fields": made}
     # A subject each: a source's registry may allow any change.
-    number = registry.register(f"{topic}-{len(json.dumps(schema))}-{abs(hash(json.dumps(schema)))}", json.dumps(schema))
+    own_subject = f"{topic}-{len(json.dumps(schema))}-{abs(hash(json.dumps(schema)))}"
+    number = registry.register(subject or own_subject, json.dumps(schema))
     return lambda value: framed(number, schema, value)
 
 
@@ -391,3 +394,45 @@ def test_a_schema_that_the_registry_no_longer_has_does_not_stop_ingest(services:
     away = RegistryConfig("http://127.0.0.1:9", {"max.retries": "0"})
     with pytest.raises(RegistryUnavailable):
         with_lacking_fields(schema, replace(source, registry=away), None, writers)
+
+
+RENAMED = RULES.replace("amount: left.value.amount", "amount: left.value.total")
+
+
+@pytest.mark.parametrize("ingested", [True, False], ids=["after its first record", "before its first record"])
+def test_a_rule_may_name_a_renamed_field_by_its_new_name(it: Mini, ingested: bool) -> None:
+    it = it.edited(AVRO + RENAMED)
+    old = writer(it, it.left, id="int", amount="int", price="float")
+    new = writer(it, it.left, subject=f"{it.left}-value", id="int", total=("int", "amount"), price="float")
+    right = writer(it, it.right, id="int")
+    it.send(it.left, old({"id": 1, "amount": 5, "price": 1.5}))
+    if ingested:
+        it.send(it.left, new({"id": 2, "total": 6, "price": 1.5}))
+    it.send(it.right, right({"id": 1}), right({"id": 2}))
+    it.step()
+    if not ingested:
+        it.send(it.left, new({"id": 2, "total": 6, "price": 1.5}))
+        it.step()
+    assert [(row["value"]["id"], row["value"]["amount"]) for row in it.staged()] == [(1, 5), (2, 6)]
+    assert it.publish().records == 2
+
+
+SHAPED = AVRO.replace(
+    "topic: $left,", "topic: $left, shape: {value: {id: value.id, amount: value.total, x: value.none}},"
+)
+
+
+@pytest.mark.parametrize("ingested", [True, False], ids=["after its first record", "before its first record"])
+def test_a_shape_may_name_a_renamed_field_by_its_new_name(it: Mini, ingested: bool) -> None:
+    it = it.edited(SHAPED + RULES.replace("price: left.value.price", "price: 1"))
+    old = writer(it, it.left, id="int", amount="int")
+    new = writer(it, it.left, subject=f"{it.left}-value", id="int", total=("int", "amount"))
+    it.send(it.left, old({"id": 1, "amount": 5}))
+    if not ingested:
+        it.ingest(it.left)
+    it.send(it.left, new({"id": 2, "total": 6}), old({"id": 3, "amount": 7}))
+    it.ingest(it.left)
+    it.send(it.left, old({"id": 4, "amount": 8}), new({"id": 5, "total": 9}))
+    it.ingest(it.left)
+    rows = [(row["value"]["id"], row["value"]["amount"]) for row in it.raw(it.left)]
+    assert rows == [(1, 5), (2, 6), (3, 7), (4, 8), (5, 9)]

@@ -232,16 +232,16 @@ def lake_type_of(type: pa.DataType) -> pa.DataType:
     return type
 
 
-def has_other_names(type: pa.DataType | None) -> bool:
-    """Whether a field of a type, at any depth, has another name in its topic."""
-    kinds = pa.types
-    if type is None or not kinds.is_nested(type):
-        return False
-    if kinds.is_struct(type):
-        return any(original(field) != field.name or has_other_names(field.type) for field in fields_of(type))
-    if kinds.is_map(type):
-        return has_other_names(type.key_type) or has_other_names(type.item_type)
-    return has_other_names(type.value_type)
+def fields_named(type: pa.DataType, name: str) -> list[pa.Field]:
+    """The fields of a struct that a name in an expression may mean: by its name in the topic, in the lake, but for case,
+    or by another name of a renamed field. Several fields differ in case alone."""
+    fields, lower = fields_of(type), name.lower()
+    return (
+        [field for field in fields if original(field) == name]
+        or [field for field in fields if field.name == name]
+        or [field for field in fields if original(field).lower() == lower]
+        or [field for field in fields if lower in map(str.lower, other_names(field))][:1]
+    )
 
 
 def topic_type_of(type: pa.DataType) -> pa.DataType:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -19,14 +19,15 @@ from sqlglot import exp
 
 from zync_assets.codecs.avro.schema import subject_name
 from zync_assets.codecs.avro.types import arrow_type
-from zync_assets.codecs.fields import fields_of, in_lake, lacked_by, maybe_missing, original
+from zync_assets.codecs.fields import fields_named, fields_of, in_lake, lacked_by, maybe_missing, merge_notes, places
 from zync_assets.errors import FieldMissing, SchemaError, SchemaUnknown
 from zync_assets.kafka.registry import Registry
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import raw_schema
 from zync_assets.pipeline import Input, Pipeline, RecordShape, Rule, Shape
 from zync_assets.pipeline_file.conditions import TextSpan, with_nulls
-from zync_assets.pipeline_file.expressions import columns, parse
+from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse
+from zync_assets.pipeline_file.references import in_first_names
 from zync_assets.spark.sql import edited, leaves
 
 _log = logging.getLogger(__name__)
@@ -66,8 +67,9 @@ def with_missing_fields(
     rules = [rule for rule in pipeline.rules_of(pool) if rule.view is None]
     states: dict[str, RawState] = {}
     for topic, state in raw.items():
-        if state is not None and (paths := _missing_fields(_of_rules(rules), topic, state.schema)):
-            states[topic] = _expecting(pipeline, pipeline.input(topic), state, paths)
+        missing = partial(_missing_fields, list(_of_rules(rules)), topic)
+        if state is not None and missing(state.schema):
+            states[topic] = _expecting(pipeline, pipeline.input(topic), state, missing)
     if not states:
         return None
     schemas = {topic: state.schema for topic, state in {**raw, **states}.items() if state is not None}
@@ -83,7 +85,7 @@ def with_missing_fields(
 
 @dataclass(frozen=True)
 class Expected:
-    """An input whose shape names fields that no record has had so far.
+    """An input whose shape names fields that no record has had so far, or renamed fields by other names than the first.
 
     ``types``: ``key_type`` and ``value_type`` with the fields that the newest schema has. ``missing``: the fields that the
     newest schema lacks too. They are null in the shape of ``item``.
@@ -103,7 +105,7 @@ class Expected:
 def expected_fields(
     pipeline: Pipeline, item: Input, types: Mapping[str, pa.DataType | None], ids: Mapping[str, Sequence[int]]
 ) -> Expected | None:
-    """The fields that an input's shape names and no record has had; None if no field is missing.
+    """The fields that an input's shape names and no record has had; None if no field is missing and none is renamed.
 
     ``types``: side → the type of the records so far. ``ids``: side → the ids of the writers' schemas so far.
     FieldMissing if a side would be nothing but such fields.
@@ -113,18 +115,32 @@ def expected_fields(
     sides = {"": item.topic}
     shapes = (item.shape.where, *item.shape.sides.values())
     expressions = [(sql, sides) for shape in shapes for _, sql in leaves(shape, "")]
-    paths = _missing_fields(expressions, item.topic, schema)
-    if not paths:
+    missing = partial(_missing_fields, expressions, item.topic)
+    is_missing = bool(missing(schema))
+    schema = _with_newest(pipeline, item, schema, missing, ids)
+    roots = {field.name: field.type for field in schema}
+    try:
+        shape = _in_first_names(item.shape, roots)
+    except SqlProblem:
         return None
-    schema = _with_newest(pipeline, item, schema, paths, ids)
+    if not is_missing and shape == item.shape:
+        return None
     schemas = {item.topic: schema}
     side_shapes: dict[str, Shape] = {}
-    for side, shape in item.shape.sides.items():
-        side_shapes[side] = _filled(_edited_shape(shape, sides, schemas), shape, f"input {item.topic}, shape", side)
-    where = edited(item.shape.where, partial(_edited_sql, sides=sides, schemas=schemas))
+    for side, side_shape in shape.sides.items():
+        filled_shape = _edited_shape(side_shape, sides, schemas)
+        side_shapes[side] = _filled(filled_shape, item.shape.sides[side], f"input {item.topic}, shape", side)
+    where = edited(shape.where, partial(_edited_sql, sides=sides, schemas=schemas))
     side_types = {f"{side}_type": schema.field(side).type for side in ("key", "value") if side in schema.names}
-    missing_names = tuple(".".join(path) for path in _missing_fields(expressions, item.topic, schema))
+    missing_names = tuple(".".join(path) for path in missing(schema))
     return Expected(pipeline, replace(item, shape=RecordShape(where, side_shapes)), side_types, missing_names)
+
+
+def _in_first_names(shape: RecordShape, roots: Mapping[str, pa.DataType]) -> RecordShape:
+    """The shape with the first names of renamed fields, which Spark has. SqlProblem as ``in_lake_names``."""
+    rewrite = partial(in_first_names, roots=roots)
+    sides = {side: edited(part, rewrite) for side, part in shape.sides.items()}
+    return replace(shape, where=edited(shape.where, rewrite), sides=sides)
 
 
 def _say(pipeline: Pipeline, place: str, topic: str, path: str) -> None:
@@ -256,13 +272,15 @@ def _lacking(schema: pa.Schema, path: Path) -> list[Path]:
 
 
 def _field(kind: pa.DataType, name: str) -> pa.Field | None:
-    """The field of a topic's name: as it is written, else without regard to case, as Spark does."""
-    fields = fields_of(kind)
-    alike = (item for item in fields if name.lower() in (original(item).lower(), item.name.lower()))
-    return next((item for item in fields if original(item) == name), next(alike, None))
+    """The field of a topic's name: as it is written, else without regard to case, as Spark does; else the field that was
+    renamed to or from the name."""
+    in_lake_case = [item for item in fields_of(kind) if item.name.lower() == name.lower()]
+    return next(iter([*fields_named(kind, name), *in_lake_case]), None)
 
 
-def _expecting(pipeline: Pipeline, item: Input, state: RawState, paths: Sequence[Path]) -> RawState:
+def _expecting(
+    pipeline: Pipeline, item: Input, state: RawState, missing: Callable[[pa.Schema], Sequence[Path]]
+) -> RawState:
     """The table, with the missing fields that the newest schema has. An input's shape makes other columns."""
     schema = state.schema
     if item.shape is None:
@@ -270,25 +288,35 @@ def _expecting(pipeline: Pipeline, item: Input, state: RawState, paths: Sequence
             side: [writer.id for writer in state.writers if writer.side == side and writer.id is not None]
             for side in ("key", "value")
         }
-        schema = _with_newest(pipeline, item, schema, paths, ids)
+        schema = _with_newest(pipeline, item, schema, missing, ids)
     return replace(state, reader_schema=schema)
 
 
 def _with_newest(
-    pipeline: Pipeline, item: Input, schema: pa.Schema, paths: Sequence[Path], ids: Mapping[str, Sequence[int]]
+    pipeline: Pipeline,
+    item: Input,
+    schema: pa.Schema,
+    missing: Callable[[pa.Schema], Sequence[Path]],
+    ids: Mapping[str, Sequence[int]],
 ) -> pa.Schema:
-    """The columns, with the missing fields at ``paths`` that the registry's newest schema has. ``ids``: side → the ids of its
-    writer schemas so far."""
-    for side in dict.fromkeys(path[0] for path in paths):
-        newest = newest_type(pipeline, item, side, ids[side])
-        if newest is None:
-            continue
-        column = schema.field(side)
-        kind = column.type
-        for path in paths:
-            if path[0] == side:
-                kind = _with_field(kind, newest, path[1:], ids[side])
-        schema = schema.set(schema.get_field_index(side), pa.field(side, kind, metadata=column.metadata))
+    """The columns, with the missing fields that the registry's newest schema has. A field that this schema renames is the known
+    field, under one more name. ``missing``: the paths that are missing in some columns; ``ids``: side → the ids of its writer
+    schemas so far."""
+    newest_types: dict[str, pa.DataType | None] = {}
+    while paths := missing(schema):
+        known_schema = schema
+        for side in dict.fromkeys(path[0] for path in paths):
+            if side not in newest_types:
+                newest_types[side] = newest_type(pipeline, item, side, ids[side])
+            column, newest = schema.field(side), newest_types[side]
+            kind = column.type
+            for path in paths:
+                if path[0] == side and newest is not None:
+                    kind = _with_field(kind, newest, path[1:], ids[side])
+            schema = schema.set(schema.get_field_index(side), pa.field(side, kind, metadata=column.metadata))
+        # A renamed field may lack a field below the path.
+        if schema.equals(known_schema, check_metadata=True):
+            break
     return schema
 
 
@@ -327,6 +355,10 @@ def _with_field(kind: pa.DataType, newest: pa.DataType, path: Path, ids: Sequenc
     known_field, newest_field = _field(kind, path[0]), _field(newest, path[0])
     if newest_field is None:
         return kind
+    if known_field is None and (at := places(kind, newest)[fields_of(newest).index(newest_field)]) is not None:
+        fields = fields_of(kind)
+        fields[at] = merge_notes(fields[at], newest_field, fields[at].type)
+        return pa.struct(fields)
     if known_field is None:
         added_field = in_lake(maybe_missing(newest_field), [item.name for item in fields_of(kind)])
         return pa.struct([*fields_of(kind), lacked_by(added_field, ids)])

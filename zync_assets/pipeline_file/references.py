@@ -13,16 +13,18 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 
 import pyarrow as pa
 from sqlglot.dialects.spark import Spark
 from sqlglot.tokenizer_core import Token, TokenType
 
 from zync_assets.codecs.fields import (
+    fields_named,
     fields_of,
-    has_other_names,
     lake_type_of,
     original,
+    other_names,
     topic_type_of,
 )
 from zync_assets.codecs.spark_types import escape, lake_name, original_name
@@ -48,6 +50,11 @@ def in_lake_names(sql: str, roots: Mapping[str, pa.DataType | None]) -> str:
     return _references(sql, roots).rewrite()
 
 
+def in_first_names(sql: str, roots: Mapping[str, pa.DataType | None]) -> str:
+    """The expression where renamed fields have the topic's first names of them. Else as ``in_lake_names``."""
+    return replace(_references(sql, roots), name_in_type=original, name_without_type=str).rewrite()
+
+
 @dataclass(frozen=True)
 class _Variable:
     """A variable of a lambda function, in the tokens from ``first`` to before ``end``."""
@@ -63,6 +70,8 @@ class _References:
     sql: str
     tokens: Sequence[Token]
     roots: Mapping[str, pa.DataType | None]
+    name_in_type: Callable[[pa.Field], str] = attrgetter("name")
+    name_without_type: Callable[[str], str] = escape
     variables: list[_Variable] = field(default_factory=list[_Variable])
     unknown: dict[str, pa.DataType] = field(default_factory=dict[str, pa.DataType])
     """Path of a field → the type that lacks it."""
@@ -131,19 +140,17 @@ class _References:
             return field_name, None if item_type is None else pa.list_(item_type)
         if type is None or not pa.types.is_struct(type):
             return self._name_without_type(name), None
-        fields = fields_of(type)
-        exact = [item for item in fields if original(item) == name] or [item for item in fields if item.name == name]
-        alike = exact or [item for item in fields if original(item).lower() == name.lower()]
+        alike = fields_named(type, name)
         if len(alike) > 1:
             raise _ambiguity(name, [original(item) for item in alike])
-        return (alike[0].name, alike[0].type) if alike else (escape(name), None)
+        return (self.name_in_type(alike[0]), alike[0].type) if alike else (self.name_without_type(name), None)
 
     def _name_without_type(self, name: str) -> str:
         """The lake's name of a field of something whose type is not known here."""
         alike = {twin for type in self.roots.values() if type is not None for twin in _twins(type, name)}
         if len(alike) > 1:
             raise _ambiguity(name, sorted(alike))
-        return escape(name)
+        return self.name_without_type(name)
 
     def _lambda_variables(self, arrow: int) -> list[_Variable]:
         """The variables of the lambda function whose arrow stands there."""
@@ -222,6 +229,21 @@ def _ambiguity(name: str, fields: Sequence[str]) -> SqlProblem:
     )
 
 
+def _names_differ(type: pa.DataType | None) -> bool:
+    """Whether a field of a type, at any depth, has another name in its topic, or had one."""
+    kinds = pa.types
+    if type is None or not kinds.is_nested(type):
+        return False
+    if kinds.is_struct(type):
+        return any(
+            original(item) != item.name or bool(other_names(item)) or _names_differ(item.type)
+            for item in fields_of(type)
+        )
+    if kinds.is_map(type):
+        return _names_differ(type.key_type) or _names_differ(type.item_type)
+    return _names_differ(type.value_type)
+
+
 Rewrite = Callable[[str], str]
 Rewriter = Callable[[Mapping[str, pa.DataType | None]], Rewrite]
 """Makes the function that rewrites expressions, of the names that these may begin with (``in``, ``value``) and their types."""
@@ -236,7 +258,7 @@ def with_lake_names(pipeline: Pipeline, raw: Mapping[str, RawState | None], stat
     types = {
         topic: record_type(() if table_state is None else table_state.schema) for topic, table_state in raw.items()
     }
-    names_differ = any(has_other_names(type) for type in types.values())
+    names_differ = any(_names_differ(type) for type in types.values())
     lake_fields: dict[str, _LakeFields] = {}
     have = {item.name: item.type for item in state.schema} if state is not None else {}
     rules: list[Rule] = []
@@ -274,7 +296,7 @@ def lacking_fields(rule: Rule, types: Mapping[str, pa.StructType]) -> dict[str, 
 def shape_in_lake_names(shape: RecordShape, key: pa.DataType, value: pa.DataType) -> RecordShape:
     """An input's shape over decoded records of some types, which have the lake's names. SqlProblem as ``in_lake_names``."""
     roots = {"kafka": KAFKA_TYPE, "key": with_notes(key), "value": with_notes(value)}
-    names_differ = any(has_other_names(type) for type in roots.values())
+    names_differ = any(_names_differ(type) for type in roots.values())
     rewrite = _rewriter(roots, names_differ)
     sides = {side: _LakeFields().shape(part, rewrite) for side, part in shape.sides.items()}
     return replace(shape, where=edited(shape.where, rewrite), sides=sides)

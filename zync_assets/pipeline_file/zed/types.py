@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from zync_assets.codecs.fields import fields_of, original
+from zync_assets.codecs.fields import fields_named, fields_of, original
 from zync_assets.errors import EtlError
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.raw_files import KAFKA_TYPE
@@ -82,10 +82,7 @@ def type_at(sides: Sides, path: Path) -> pa.DataType | None:
             continue
         if field_type is None or not pa.types.is_struct(field_type):
             return None
-        fields = fields_of(field_type)
-        alike = [item for item in fields if original(item) == name] or [
-            item for item in fields if original(item).lower() == name.lower()
-        ]
+        alike = fields_named(field_type, name)
         field_type = alike[0].type if alike else None
     return field_type
 
