@@ -49,6 +49,7 @@ def make_decoder(
     side: SideFormat,
     schema_of: Callable[[int], str],
     target: pa.DataType | None,
+    name: str = "value",
     *,
     native: bool = True,
     schema_ids: Sequence[int] = (),
@@ -58,12 +59,13 @@ def make_decoder(
 
     ``schema_of``: registry id → the Avro schema (one JSON document). If it raises SchemaUnknown or SchemaError, the records
     with the id are bad; any other error, such as an outage, passes through. ``target``: the lake column's present type, None
-    without a column. ``native=False`` reads Avro with fastavro alone. ``schema_ids``: the registry ids of the earlier
-    schemas, in order; ``DecodedBatch.arrivals`` reports other schemas. ``fixed_schema``: records whose schema changes the
-    known columns are bad, unless no schema is known yet. Raises SchemaError if the format's type can't go into ``target``.
+    without a column. ``name``: the column's name in errors. ``native=False`` reads Avro with fastavro alone. ``schema_ids``:
+    the registry ids of the earlier schemas, in order; ``DecodedBatch.arrivals`` reports other schemas. ``fixed_schema``:
+    records whose schema changes the known columns are bad, unless no schema is known yet. Raises SchemaError if the format's
+    type can't go into ``target``.
     """
     if side.format == "avro":
-        return AvroDecoder(schema_of, target, native, schema_ids, fixed_schema)
+        return AvroDecoder(schema_of, target, name, native, schema_ids, fixed_schema)
     if side.format == "connect-json":
         return ConnectDecoder(target, None if side.ddl is None else parse_ddl(side.ddl), fixed_schema)
     if side.format == "json" and side.ddl is not None:

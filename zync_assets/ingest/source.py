@@ -120,7 +120,7 @@ def make_decoders(source: TopicSource) -> tuple[Decoder, Decoder]:
 
     def decoder(side: str, form: SideFormat, type: pa.DataType | None, schema_ids: tuple[int, ...]) -> Decoder:
         try:
-            return make_decoder(form, schema_of, type, schema_ids=schema_ids, fixed_schema=source.fixed_schema)
+            return make_decoder(form, schema_of, type, side, schema_ids=schema_ids, fixed_schema=source.fixed_schema)
         except SchemaError as error:
             raise SchemaError(
                 f"topic {source.topic}: the pipeline file's format and schema of the {side} do not fit the raw table that is"

@@ -13,6 +13,7 @@ from confluent_kafka.schema_registry import SchemaRegistryClient, topic_subject_
 from confluent_kafka.schema_registry.avro import AvroDeserializer, AvroSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 
+from zync_assets.codecs.avro.types import arrow_type
 from zync_assets.codecs.batches import BadPayload, decode_way
 from zync_assets.codecs.dispatch import Decoder, make_decoder, make_encoder
 from zync_assets.errors import RegistryUnavailable, SchemaError, SchemaUnknown
@@ -399,3 +400,26 @@ def test_json_is_read_to_its_type_and_what_does_not_fit_is_bad_alone() -> None:
 def test_a_format_whose_type_is_not_the_column_s_is_refused() -> None:
     with pytest.raises(SchemaError, match=r"value\.id: string does not fit into the lake's int32"):
         make_decoder(SideFormat("json", "id string"), no_schemas, pa.struct([("id", pa.int32())]))
+
+
+def test_the_error_of_a_key_names_the_fields_of_the_key() -> None:
+    old, new = record("Key", id="int"), record("Key", id="int", region="string")
+    text = record("Key", id="string")
+    schemas = {1: old, 2: new, 3: text}
+    [payload], [misfit] = written(2, new, {"id": 1, "region": "x"}), written(3, text, {"id": "x"})
+    keys = pa.array([payload, misfit], pa.binary())
+
+    def errors(fixed_schema: bool) -> list[str]:
+        decoder = make_decoder(
+            AVRO,
+            lambda number: json.dumps(schemas[number]),
+            arrow_type(json.dumps(old)),
+            "key",
+            schema_ids=(1,),
+            fixed_schema=fixed_schema,
+        )
+        return [bad.error for bad in decoder.decode(keys).bad]
+
+    assert "schema id 2 is new: added key.region (string)" in errors(True)
+    [error] = errors(False)
+    assert error.startswith("schema id 3: key.id: string does not fit into the lake's int32")

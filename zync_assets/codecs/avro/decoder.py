@@ -89,11 +89,13 @@ class AvroDecoder:
         self,
         schema_of: Callable[[int], str],
         target: pa.DataType | None,
+        name: str,
         native: bool,
         schema_ids: Sequence[int] = (),
         fixed_schema: bool = False,
     ) -> None:
         self._schema_of = schema_of
+        self._name = name
         self._native = native
         self._schema_ids = dict.fromkeys(schema_ids)
         self._fixed_schema = fixed_schema and bool(schema_ids)
@@ -157,7 +159,7 @@ class AvroDecoder:
             return None
         if schema_id not in self._merged_ids and not is_hollow(writer):
             try:
-                self._type = merge_types(self._type, lake_type(writer))
+                self._type = merge_types(self._type, lake_type(writer), self._name)
             except SchemaError as error:
                 errors.update(dict.fromkeys(rows.tolist(), f"schema id {schema_id}: {misfit(error)}"))
                 return None
@@ -180,7 +182,7 @@ class AvroDecoder:
         self._arrivals.append(arrival)
         self._schema_ids[schema_id] = None
         if self._fixed_schema and arrival.changes:
-            self._refusals[schema_id] = "; ".join(type_differences(self._schema_types[-1], type, "value"))
+            self._refusals[schema_id] = "; ".join(type_differences(self._schema_types[-1], type, self._name))
         else:
             self._schema_types = (*self._schema_types, type)
 
