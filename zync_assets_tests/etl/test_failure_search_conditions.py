@@ -71,6 +71,19 @@ def test_a_record_on_which_complete_when_fails_is_in_quarantine_and_its_group_go
 
 
 @pytest.mark.slow
+def test_a_record_without_a_group_waits_whatever_fails_beside_it(make: Make) -> None:
+    """No group asks whether a record with a null key completes it."""
+    it = make(BOTH + GROUP)
+    it.send(it.left, row(None, "x"))
+    it.send(it.right, row(1, "2"))
+    it.step()
+    it.send(it.left, row(None, "y"), row(2, "z"))
+    it.step()
+    assert reasons(it)[0][:2] == (it.left, 2)
+    assert it.classes(it.left) == {"pending": 2, "quarantined": 1}
+
+
+@pytest.mark.slow
 def test_a_record_whose_partition_fails_is_in_quarantine(make: Make) -> None:
     it = make(BOTH.replace("create: {", 'partition-by: "CAST(value.v AS INT)", create: {partitions: 3, ') + COPY)
     it.send(it.left, row(1, "1"), row(2, "x"), row(3, "5"))

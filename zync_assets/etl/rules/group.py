@@ -289,7 +289,7 @@ def _fold_sql(rule: Rule, types: Mapping[str, DataType], search: Failing | None 
         incomplete = f"hash IS NULL OR NOT coalesce({complete}, false)"
         wrong = (
             f"CASE WHEN now IS NULL THEN '{_FAILED}{AGGREGATE}:{search.index}'"
-            f" WHEN {fails(complete)} THEN '{_FAILED}{COMPLETE}:{search.index}'"
+            f" WHEN hash IS NOT NULL AND {fails(complete)} THEN '{_FAILED}{COMPLETE}:{search.index}'"
             f" WHEN {incomplete} THEN NULL ELSE {failure} END"
         )
         bad = fold(
