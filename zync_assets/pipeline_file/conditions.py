@@ -178,13 +178,17 @@ def are_apart(left: str | None, right: str | None) -> bool:
 
 
 def is_of_key(where: str) -> bool:
-    """Whether a condition depends on the key and the partition only. All records of a key then give the same answer.
+    """Whether a condition depends on the key and the partition only. All records of a key then give the same answer. True for a
+    condition with a problem of its own.
 
     >>> is_of_key("key.id < 3 AND kafka.partition = 0"), is_of_key("key.id < 3 AND value.country = 'DE'")
     (True, False)
     """
     places = {("kafka", "topic"), ("kafka", "partition")}
-    names = [tuple(part.lower() for part in parts) for parts in columns(parse(where).tree)]
+    try:
+        names = [tuple(part.lower() for part in parts) for parts in columns(parse(where).tree)]
+    except SqlProblem:
+        return True
     return all(parts[0] == "key" or parts[:2] in places for parts in names)
 
 

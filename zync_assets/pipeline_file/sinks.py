@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import get_args
@@ -13,7 +13,7 @@ from zync_assets.errors import Problem
 from zync_assets.lake import stores
 from zync_assets.pipeline import KAFKA, Evolve, Input, LakeUri, OnBadRecord, Output, Sink, SinkMode, SinkTable
 from zync_assets.pipeline_file.conditions import is_of_key
-from zync_assets.pipeline_file.expressions import RECORD_ROOTS, SqlProblem, check_expression
+from zync_assets.pipeline_file.expressions import RECORD_ROOTS, check_expression
 from zync_assets.pipeline_file.fields import (
     Fields,
     authority_fault,
@@ -225,7 +225,8 @@ def read_sinks(
         if sink.name == KAFKA or sink.name in {source.pool for source in sources}:
             use = "is reserved for Kafka's topics" if sink.name == KAFKA else "is the name of a pool"
             item.problem("name", f"`{sink.name}` {use}; the assets of a sink need a name of their own")
-        _check_shared_tables(item, sink, sinks.values())
+        for rival in sinks.values():
+            _check_sharing(item, sink, rival)
         sinks[sink.name] = sink
     return tuple(sinks.values())
 
@@ -265,30 +266,29 @@ def _sink(item: Fields, sources: list[SinkTable], path: Path, *, is_whole: bool)
     )
 
 
-def _check_shared_tables(item: Fields, sink: Sink, earlier_sinks: Iterable[Sink]) -> None:
+def _check_sharing(item: Fields, sink: Sink, rival: Sink) -> None:
     """A problem for two sinks that upsert one source into one table: each sink deletes rows of the other. Conditions on the key
-    divide the rows between the sinks."""
-    for rival in earlier_sinks:
-        tables = [table for table in sink.tables if table in rival.tables]
-        targets = [(writer.kind, writer.url, writer.mode, writer.key, writer.rename) for writer in (sink, rival)]
-        if not tables or targets[0] != targets[1] or sink.mode == "insert" or not (sink.delete or rival.delete):
-            continue
-        if all(_is_of_key(writer.where) for writer in (sink, rival)):
-            continue
+    divide the rows between the sinks. Objects with the same names are a problem too: one would stand for the other."""
+    folders = [writer.url.partition("?")[0].rstrip("/") for writer in (sink, rival)]
+    names = {table.name for table in rival.tables}
+    twins = [table for table in sink.tables if table.name in names]
+    if sink.kind == rival.kind == FILES and folders[0] and folders[0] == folders[1] and twins:
+        item.problem(
+            "url",
+            f"is the folder of sink {rival.name} too, and the objects of {twins[0].source} would have the names of that sink's"
+            f" objects in {twins[0].name}; write one sink for both, or give one another url or table",
+        )
+    tables = [table for table in twins if table in rival.tables]
+    targets = [(writer.kind, writer.url, writer.mode, writer.key, writer.rename) for writer in (sink, rival)]
+    if not tables or targets[0] != targets[1] or sink.mode == "insert" or not (sink.delete or rival.delete):
+        return
+    if not all(writer.where is not None and is_of_key(writer.where) for writer in (sink, rival)):
         item.problem(
             "table",
             f"{tables[0].name} gets the rows of {tables[0].source} from sink {rival.name} too, and each of the two would delete"
             " rows of the other; write one sink for both, give one another table, or let each have a condition on the key"
             " alone, such as before: {where: key.id < 1000}",
         )
-
-
-def _is_of_key(where: str | None) -> bool:
-    try:
-        return where is not None and is_of_key(where)
-    except SqlProblem:
-        # The condition has a problem of its own.
-        return True
 
 
 def _check_files(item: Fields, mode: SinkMode, before: Fields | None) -> None:

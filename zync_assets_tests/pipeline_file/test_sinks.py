@@ -181,6 +181,30 @@ def test_two_sinks_that_would_delete_each_other_s_rows_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("one", "two", "is_sound"),
+    [
+        ("keep, from: [Raw.*]", "'keep/?format=jsonl', from: [Raw.web.*]", False),
+        ("keep, from: [Raw.shop.*], table: all", "keep, from: [Raw.web.*], table: all", False),
+        ("keep, from: [Raw.shop.*]", "keep, from: [Raw.web.*]", True),
+        ("keep, from: [Raw.*]", "other, from: [Raw.*]", True),
+        ("keep, from: [Raw.*]", "keep, from: [Raw.*], table: 'other.{whole-topic}'", True),
+    ],
+)
+def test_two_sinks_whose_objects_would_have_the_same_names_are_refused(
+    tmp_path: Path, one: str, two: str, *, is_sound: bool
+) -> None:
+    sinks = f"  - {{name: one, type: files, url: {one}}}\n  - {{name: two, type: files, url: {two}}}\n"
+    text = TEXT.partition("  - {name: one")[0] + sinks
+    if is_sound:
+        assert len(loaded(tmp_path, text).sinks) == 2
+        return
+    with pytest.raises(
+        PipelineFileError, match=r"is the folder of sink one too, and the objects of Raw.web.orders would have"
+    ):
+        loaded(tmp_path, text)
+
+
+@pytest.mark.parametrize(
     ("options", "evolve"),
     [("", "own"), ("create: false, ", "none"), ("create: false, evolve: own, ", "own"), ("evolve: add, ", "add")],
 )
