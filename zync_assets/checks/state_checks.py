@@ -27,6 +27,7 @@ from zync_assets.errors import LakeError, SinkError, TableUnfit, TargetRefused
 from zync_assets.etl.views.query import removed_records
 from zync_assets.etl.views.rebuild import state_counts
 from zync_assets.etl.views.tables import stored_tables
+from zync_assets.lake.archive_objects import list_text
 from zync_assets.lake.check_results import CheckResult, Number, conclude, count_text
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.stores import first_line, is_state_file
@@ -140,11 +141,15 @@ def _objects_are_plain(pipeline: Pipeline, sink: Sink, table: SinkTable, target:
     subject = sink_subject(sink, table)
     try:
         plan = plan_sink(pipeline, sink, table, check=False)
-        count, faults = target.object_faults(plan.place, table.name)
+        count, faults, unmade = target.object_faults(plan.place, table.name)
     except SinkError as error:
         return conclude(ROWS_MATCH, subject, "error", [str(error)], "", {})
     cure = f"Bring the files back from a copy; or, if the lake has all records, write them again: {reset_command(plan)}"
     problems = [f"{'; '.join(faults)}. {cure}"] if faults else []
+    if unmade:
+        command = pipeline.command("sink", "--sink", sink.name)
+        text = f"{count_text(len(unmade), 'object')} yet: {list_text(unmade)}"
+        problems.append(f"a sink has not made {text}. Run the sink again: {command}")
     summary = f"{count_text(count, 'object')} {'is' if count == 1 else 'are'} there and readable; rows are not compared"
     return conclude(ROWS_MATCH, subject, "error", problems, summary, {"objects": count})
 

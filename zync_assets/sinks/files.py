@@ -246,25 +246,25 @@ class FilesTarget(Target):
         removals = archive.write_times(self.root, [item.path for item in objects])
         return ArchiveState(old_state.table, old_state.number, removals=removals, begin=_version(old_state))
 
-    def object_faults(self, place: Place, name: str) -> tuple[int, list[str]]:
-        """The number of the objects of a topic, and what is wrong with them: lost, or not readable. Raises SinkError."""
+    def object_faults(self, place: Place, name: str) -> tuple[int, list[str], list[str]]:
+        """The number of a topic's objects, what is wrong with them (lost, or not readable), and those that no run has made yet.
+
+        Raises SinkError.
+        """
         with _lake_errors():
             losses = archive_objects.settled_losses(
                 lambda: archive.place_losses(self.root, name, archive.open_state(self.root, _name(place)))
             )
-            lost_objects = () if losses is None else losses.lost
             objects = archive.list_objects(self.root, name)
             with ThreadPoolExecutor(_READERS) as pool:
                 faults = [fault for fault in pool.map(self._object_fault, objects) if fault is not None]
-        paths = archive_objects.list_text([item.path for item in lost_objects])
-        texts = (
-            [f"the archive {self.root} lacks {count_text(len(lost_objects), 'object')}: {paths}"]
-            if lost_objects
-            else []
-        )
+        missing = [] if losses is None else [item for item in losses.lost if item not in losses.unmade]
+        unmade = [] if losses is None else [item.path for item in losses.lost if item in losses.unmade]
+        paths = archive_objects.list_text([item.path for item in missing])
+        texts = [f"the archive {self.root} lacks {count_text(len(missing), 'object')}: {paths}"] if missing else []
         if faults:
             texts.append(f"{count_text(len(faults), 'object')} can't be read: {faults[0].rstrip('.')}")
-        return len(objects), texts
+        return len(objects), texts, unmade
 
     def _object_fault(self, item: ArchiveObject) -> str | None:
         try:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -251,16 +251,18 @@ def _with_place(text: str, sink: str, table: str) -> str:
     return f"sink {sink}, {text}" if text.startswith(f"table {table}") else f"sink {sink}, table {table}: {text}"
 
 
-_cleaned_places: set[Place] = set()
+_positions: dict[Place, Mapping[int, int]] = {}
+_cleaned_places: dict[Place, Mapping[int, int]] = {}
+"""Place → its position, and that at which no run had left anything. Another run, or a batch that failed, may move the former."""
 
 
 def _remove_leftovers(pipeline: Pipeline, sink: str, table: str) -> None:
-    """Remove the load tables of killed runs, once in a process: a batch removes them too, but there may be none to come."""
+    """Remove the load tables of killed runs, and make their objects: a batch does so too, but there may be none to come."""
     sink_definition = pipeline.sink(sink)
     place = place_of(pipeline, sink_definition, sink_definition.table(table))
-    if place not in _cleaned_places:
+    if _cleaned_places.get(place) != _positions[place]:
         with open_target(sink_definition).run(place):
-            _cleaned_places.add(place)
+            _cleaned_places[place] = _positions[place]
 
 
 def _apply_retention(pipeline: Pipeline, table: SinkTable) -> None:
@@ -282,14 +284,20 @@ def sink_once(read: Callable[[], SinkBatch], first: SinkBatch | None) -> SinkCom
 
     def commit(batch: SinkBatch) -> SinkCommit | None:
         batch = write_replays(batch)
-        if not batch.plan.nothing_to_do:
-            _warn_of_removed_records(batch.plan)
-            _warn_of_changing_key(batch.plan)
-            _warn_of_scattered_key(batch.plan)
-            return evolving(batch, lambda evolves: commit_sink(batch, evolves=evolves))
-        if batch.plan.place not in _cleaned_places:
-            # Without a batch, nothing else finds that the table is missing. A process looks once: each look asks the target.
-            check_table(batch.plan)
+        plan, place = batch.plan, batch.plan.place
+        before = _positions[place] = plan.progress.next
+        if not plan.nothing_to_do:
+            _warn_of_removed_records(plan)
+            _warn_of_changing_key(plan)
+            _warn_of_scattered_key(plan)
+            made = evolving(batch, lambda evolves: commit_sink(batch, evolves=evolves))
+            _positions[place] = {**before, **{part.partition: part.end for part in plan.ranges}}
+            if _cleaned_places.get(place) == before:
+                _cleaned_places[place] = _positions[place]
+            return made
+        if place not in _cleaned_places:
+            # Without a batch, nothing else finds that the table is missing. A process looks once: a look asks the target.
+            check_table(plan)
         return None
 
     return retried(read, commit, first=first)

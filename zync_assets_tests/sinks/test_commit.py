@@ -153,7 +153,7 @@ def test_a_batch_is_folded_and_written_once(
     assert not position.passed
     assert re.search(r"the table is not there, and records were written to it\. .* --reset rows", position.summary)
     # A process says so once even if no record is left to write.
-    monkeypatch.setattr(steps, "_cleaned_places", set[Place]())
+    monkeypatch.setattr(steps, "_cleaned_places", dict[Place, object]())
     with pytest.raises(TableUnfit, match=r"table rows is not there, and sink shop has written .* --reset rows"):
         write(it)
     it.send(it.left, row(5, "e"))

@@ -25,16 +25,23 @@ import pytest
 
 from zync_assets import load_pipeline
 from zync_assets.checks.state_checks import rows_match
-from zync_assets.errors import CommitConflict, LakeError, PipelineFileError, SinkError
+from zync_assets.errors import (
+    CommitConflict,
+    LakeError,
+    LakeUnavailable,
+    PipelineFileError,
+    SinkError,
+    TargetUnavailable,
+)
 from zync_assets.lake import archive, archive_objects, storage, stores
 from zync_assets.lake.raw_files import KAFKA_TYPE
 from zync_assets.local.services import Services
 from zync_assets.pipeline import LakeUri
 from zync_assets.publish.restore import open_archive
 from zync_assets.sinks.files import FilesTarget, complete
-from zync_assets.sinks.steps import reset_sink, sink_all
+from zync_assets.sinks.steps import reset_sink, sink_all, sink_table
 from zync_assets.sinks.target import BadRecord, Column, LoadTable, Merge, TableSpec, process_mark
-from zync_assets_tests.mini import mini
+from zync_assets_tests.mini import die, mini
 from zync_assets_tests.s3 import S3
 from zync_assets_tests.sinks.conformance import ORIGIN, PLACE
 
@@ -285,6 +292,7 @@ def test_a_lost_object_is_told_from_a_gap_of_kafka(tmp_path: Path, monkeypatch: 
     assert target.object_faults(PLACE, TOPIC) == (
         len(losses.objects) - 1,
         [f"the archive {root} lacks 1 object: {lost.path}"],
+        [],
     )
     # Other times need no lost object.
     start, end = (archive.time_start(item.time) for item in losses.objects[1:3])
@@ -361,10 +369,10 @@ def test_an_object_that_can_t_be_read_is_a_fault(tmp_path: Path, form: str) -> N
     target = FilesTarget(f"{tmp_path}?format={form}")
     apply(target, 1, 40)
     paths = places(tmp_path)
-    assert target.object_faults(PLACE, TOPIC) == (len(paths), [])
+    assert target.object_faults(PLACE, TOPIC) == (len(paths), [], [])
     for path in paths[1:3]:
         (tmp_path / path).write_bytes((tmp_path / path).read_bytes()[:-9])
-    count, (fault,) = target.object_faults(PLACE, TOPIC)
+    count, (fault,), _ = target.object_faults(PLACE, TOPIC)
     assert count == len(paths)
     assert fault.startswith("2 objects can't be read: ") and paths[1] in fault
 
@@ -673,6 +681,40 @@ def test_a_sink_of_a_pipeline_archives_its_raw_tables(
     it.ingest()
     assert sum(made.records for made in sink_all(it.pipeline, lambda: spark)) == 4
     assert len(digests(tmp_path / "archive")) == len(before) + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_another_run", [True, False])
+def test_objects_that_a_batch_did_not_make_are_made_without_a_further_batch(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, by_another_run: bool
+) -> None:
+    """The run that was killed is another process, or the folder did not answer after the commit of this process."""
+    it = mini(services, spark, tmp_path, unique, PIPELINE, partitions=2)
+    it.send(it.left, b"a", times=[1])
+    it.ingest()
+    assert len(list(sink_all(it.pipeline, lambda: spark))) == 1
+    assert list(sink_all(it.pipeline, lambda: spark)) == []
+    it.send(it.right, {"id": 1, "v": "b"}, times=[1])
+    it.ingest()
+    if by_another_run:
+        die(it.pipeline, "sink:merged", "sink")
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(archive_objects, "write_object", away)
+            with pytest.raises(TargetUnavailable):
+                list(sink_table(it.pipeline, lambda: spark, "keep", it.right, patience=()))
+    assert archive.list_objects(str(tmp_path / "archive"), it.right) == []
+    (sink,) = it.pipeline.sinks
+    found = rows_match(it.pipeline, lambda: spark, sink, sink.table(it.right))
+    assert f"a sink has not made 1 object yet: {it.right}/" in found.summary
+    assert f"Run the sink again: zync sink {it.pipeline.path} --sink keep" in found.summary
+    assert list(sink_all(it.pipeline, lambda: spark)) == []
+    assert len(archive.list_objects(str(tmp_path / "archive"), it.right)) == 1
+    assert rows_match(it.pipeline, lambda: spark, sink, sink.table(it.right)).passed
+
+
+def away(*_: object) -> None:
+    raise LakeUnavailable("the bucket does not answer")
 
 
 if __name__ == "__main__":
