@@ -82,8 +82,9 @@ class FilesTarget(Target):
             storage.make_folder(self.root)
 
     def past_places(self, place: Place, spec: TableSpec, origin: str, writers: Mapping[Place, bool]) -> Sequence[Place]:
-        # The state of a place does not tell the sink's name.
+        # The state of a place does not tell the sink's name. A reset that was killed leaves objects that it has to remove.
         with _lake_errors():
+            complete(self.root, _name(place), archive.open_state(self.root, _name(place)))
             objects = archive.list_objects(self.root, spec.name)
         return [replace(place, sink="of an unknown name")] if objects else []
 

@@ -713,6 +713,22 @@ def test_objects_that_a_batch_did_not_make_are_made_without_a_further_batch(
     assert rows_match(it.pipeline, lambda: spark, sink, sink.table(it.right)).passed
 
 
+@pytest.mark.slow
+def test_a_reset_that_was_killed_after_its_commit_is_finished_by_the_next_run(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str
+) -> None:
+    it = mini(services, spark, tmp_path, unique, PIPELINE)
+    it.send(it.left, b"a", b"b", b"c", times=[1, 2, 3])
+    it.ingest()
+    assert len(list(sink_all(it.pipeline, lambda: spark))) == 1
+    before = digests(tmp_path / "archive")
+    die(it.pipeline, "sink:merged", "sink", "--reset", it.left)
+    assert digests(tmp_path / "archive") == before
+    (made,) = sink_all(it.pipeline, lambda: spark)
+    assert made.records == 2
+    assert digests(tmp_path / "archive") == before
+
+
 def away(*_: object) -> None:
     raise LakeUnavailable("the bucket does not answer")
 
