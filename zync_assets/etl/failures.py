@@ -197,23 +197,23 @@ def failing_records(
         f"CASE {' '.join(f'WHEN {sql} THEN {index}' for index, sql in conditions[: end + 1])} END"
         for end in range(len(conditions))
     ]
-    # The first rule at which the conditions fail is the failing rule.
+    # The first rule at which the conditions fail is the failing rule. The names of columns are no aliases of a group.
     where = " ".join(f"WHEN {fails(sql)} THEN {index}" for (index, _), sql in zip(conditions, choices, strict=True))
     if not conditions or not has_schema(frame):
         return frame.where("false").selectExpr("0 AS partition", "0L AS offset", "0 AS rule", "'' AS failed")
-    frame = frame.where(f"NOT ({known_condition})").selectExpr("*", f"CASE {where} END AS wrong")
-    frame = frame.selectExpr("*", f"CASE WHEN wrong IS NULL THEN {choices[-1]} END AS chosen")
+    frame = frame.where(f"NOT ({known_condition})").selectExpr("*", f"CASE {where} END AS z_wrong")
+    frame = frame.selectExpr("*", f"CASE WHEN z_wrong IS NULL THEN {choices[-1]} END AS z_chosen")
     joins: list[str] = []
-    frame = frame.selectExpr("kafka", "wrong", "chosen", *names_sql(rules, item.topic))
+    frame = frame.selectExpr("kafka", "z_wrong", "z_chosen", *names_sql(rules, item.topic))
     for index, rule in enumerate(rules):
         for part, keys in key_parts(rule, item.topic, record_frames).items():
-            joins.append(f"WHEN chosen = {index} AND {fails(keys)} THEN '{part}'")
-    join_cases = f"WHEN wrong IS NULL THEN CASE {' '.join(joins)} END" if joins else ""
+            joins.append(f"WHEN z_chosen = {index} AND {fails(keys)} THEN '{part}'")
+    join_cases = f"WHEN z_wrong IS NULL THEN CASE {' '.join(joins)} END" if joins else ""
     return frame.selectExpr(
         "kafka.partition AS partition",
         "kafka.offset AS offset",
-        "coalesce(wrong, chosen) AS rule",
-        f"CASE WHEN wrong IS NOT NULL THEN 'where' {join_cases} END AS failed",
+        "coalesce(z_wrong, z_chosen) AS rule",
+        f"CASE WHEN z_wrong IS NOT NULL THEN 'where' {join_cases} END AS failed",
     ).where("failed IS NOT NULL")
 
 

@@ -58,7 +58,7 @@ def has_causes(rule: Rule, ordering: Ordering) -> bool:
 
 
 def with_causes(frame: DataFrame, records: RuleRecords, emission: Emission) -> DataFrame:
-    """Rows with ``record`` and its ``cause``: ``ord`` of the first record of the inputs that is too late for it; null where
+    """Rows with ``record`` and its ``z_cause``: ``ord`` of the first record of the inputs that is too late for it; null where
     the batch has none.
 
     One window goes from the latest time to the earliest. Its rows are the times of the inputs, each with its first record, and
@@ -81,12 +81,12 @@ def with_causes(frame: DataFrame, records: RuleRecords, emission: Emission) -> D
         firsts, ends = firsts.coalesce(1), ends.coalesce(1)
     points = union([firsts.groupBy("at").agg(F.expr("min(ord) AS ord")), ends.distinct()])
     points = points.coalesce(1) if emission.together else points
-    later = "min(ord) OVER (ORDER BY at DESC RANGE BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS cause"
-    causes = points.selectExpr("at", later).groupBy("at").agg(F.expr("min(cause) AS cause"))
+    later = "min(ord) OVER (ORDER BY at DESC RANGE BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS z_cause"
+    causes = points.selectExpr("at", later).groupBy("at").agg(F.expr("min(z_cause) AS z_cause"))
     # Spark does not know the size of rows that come from no file, and would shuffle them.
     causes = causes.hint("broadcast") if emission.together else causes
     rows = frame.join(causes, F.expr(f"{end} = at"), "left")
-    return rows.selectExpr("* EXCEPT (record, at, cause)", "struct(record.*, cause) AS record")
+    return rows.selectExpr("* EXCEPT (record, at, z_cause)", "struct(record.*, z_cause) AS record")
 
 
 def micros(rule: Rule) -> int:
@@ -108,7 +108,7 @@ def order_columns(rule: Rule, ordering: Ordering, ord: str) -> list[str]:
     first = "element_at(records, 1)"
     if has_causes(rule, ordering):
         # The greatest of two ignores a null.
-        placed = f"CASE WHEN kind = 'due' THEN greatest({ord}, {first}.cause) ELSE {ord} END AS ord"
+        placed = f"CASE WHEN kind = 'due' THEN greatest({ord}, {first}.z_cause) ELSE {ord} END AS ord"
         return [placed, f"CASE WHEN kind = 'due' THEN {first}.ord END AS {TURN}"]
     if rule.expiry is None or any(topic in ordering.domains for topic in rule.topics):
         return [f"{ord} AS ord"]

@@ -386,3 +386,27 @@ def test_names_in_an_expression_hide_none_of_the_engine(
     it.step()
     assert it.values() == [{"n": 14, "group_": [2]}, {"n": 22, "group_": [3]}]
     assert it.classes(it.left) == {"done": 4, "quarantined": 1}
+
+
+ALIASES = """
+transforms:
+  - {name: event, type: group, records: {cause: $left, ALIAS: $right}, group-by: value.op, complete-when: count(*) > 1,
+     expire-after: 60s, on-expire: emit, out: $out, key: first(ALIAS).key,
+     value: {n: sum(CAST(value.v AS INT)), first: first(cause).value.v}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alias", ["chosen", "wrong"])
+def test_an_alias_hides_no_column_of_the_engine(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, alias: str
+) -> None:
+    """Neither where a group expires in a source's order, nor in the search for a bad record."""
+    ordered = BOTH.replace("schema:", "order: {by: value.id, domain: shop}, schema:")
+    it = mini(services, spark, tmp_path, unique, ordered + ALIASES.replace("ALIAS", alias))
+    times = [1_700_000_000_000 + seconds * 1000 for seconds in (0, 0, 100, 101)]
+    it.send(it.left, row(1, "1", "a"), row(3, "x", "b"), row(9, "5", "c"), row(11, "5", "d"), times=times)
+    it.send(it.right, row(2, "2", "a"), row(4, "4", "b"), row(10, "6", "e"), row(12, "6", "f"), times=times)
+    it.step()
+    assert it.values() == [{"n": 3, "first": "1"}, {"n": 4, "first": None}]
+    assert [entry["first"] for entry in it.ledger("quarantined")] == [1]
