@@ -253,7 +253,7 @@ def _with_place(text: str, sink: str, table: str) -> str:
 
 _positions: dict[Place, Mapping[int, int]] = {}
 _cleaned_places: dict[Place, Mapping[int, int]] = {}
-"""Place → its position, and that at which no run had left anything. Another run, or a batch that failed, may move the former."""
+"""Place → the position that this process knows, and the position at which no run had left anything."""
 
 
 def _remove_leftovers(pipeline: Pipeline, sink: str, table: str) -> None:
