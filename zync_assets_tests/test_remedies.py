@@ -33,7 +33,7 @@ from zync_assets.pipeline import Pipeline
 from zync_assets.runner import replay_all
 from zync_assets_tests.etl.test_streams import SHOP
 from zync_assets_tests.etl.test_streams import send as send_changes
-from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
+from zync_assets_tests.mini import BOTH, JOIN, Mini, die, mini, row
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -479,6 +479,25 @@ def late_records_of_sinks(shop: Shop) -> None:
         assert target.execute("SELECT n FROM rights WHERE id = 2").fetchone() == (2**40,)
 
 
+ARCHIVE = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: json, schema: "id bigint"}
+sinks:
+  - {name: keep, type: files, url: archive, from: [Raw.$left]}
+"""
+
+
+def an_object_of_a_killed_run(shop: Shop) -> None:
+    it = shop.it
+    it.send(it.left, {"id": 1})
+    shop.zync("from-kafka")
+    die(it.pipeline, "sink:merged", "sink")
+    said = shop.zync("check", "--rows", code=1)
+    assert "a sink has not made 1 object yet" in said
+    shop.paste(said)
+    shop.zync("check", "--rows")
+
+
 OTHERS: dict[str, Callable[[Shop], None]] = {
     TWO_POOLS + COPY: a_rule_that_moved_to_another_pool,
     BOTH.replace("pool: Raw,", "pool: Raw, retention: 30d,") + JOIN: a_rebuild_without_raw_records,
@@ -488,6 +507,7 @@ OTHERS: dict[str, Callable[[Shop], None]] = {
     + JOINED: an_index_without_its_rows,
     BOTH + NUMBERS: a_replay_after_later_records,
     LATE: late_records_of_sinks,
+    ARCHIVE: an_object_of_a_killed_run,
 }
 """The text of a further pipeline → the situation in which it prints a command."""
 
