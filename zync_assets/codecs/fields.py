@@ -233,8 +233,8 @@ def lake_type_of(type: pa.DataType) -> pa.DataType:
 
 
 def fields_named(type: pa.DataType, name: str) -> list[pa.Field]:
-    """The fields of a struct that a name in an expression may mean: by its name in the topic, in the lake, but for case,
-    or by another name of a renamed field. Several fields differ in case alone."""
+    """The fields of a struct that a name in an expression may mean. The name in the topic comes first, then the name in the lake,
+    then the name without regard to case, then the other names of a renamed field. Several fields differ in case alone."""
     fields, lower = fields_of(type), name.lower()
     return (
         [field for field in fields if original(field) == name]

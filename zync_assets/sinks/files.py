@@ -82,7 +82,7 @@ class FilesTarget(Target):
             storage.make_folder(self.root)
 
     def past_places(self, place: Place, spec: TableSpec, origin: str, writers: Mapping[Place, bool]) -> Sequence[Place]:
-        # The state of a place does not tell the sink's name. A reset that was killed leaves objects that it has to remove.
+        # The state of a place does not tell the sink's name. A killed reset leaves objects behind, which are removed first.
         with _lake_errors():
             complete(self.root, _name(place), archive.open_state(self.root, _name(place)))
             objects = archive.list_objects(self.root, spec.name)
