@@ -70,10 +70,10 @@ def make_decoder(
         return ConnectDecoder(target, None if side.ddl is None else parse_ddl(side.ddl), fixed_schema)
     if side.format == "json" and side.ddl is not None:
         type = parse_ddl(side.ddl)
-        return _PlainDecoder(merge_types(target, type), columns_reader(type))
+        return _PlainDecoder(merge_types(target, type, name), columns_reader(type))
     if side.format in ("json", "string"):
-        return _PlainDecoder(merge_types(target, pa.string()), _text)
-    return _PlainDecoder(merge_types(target, pa.binary()), lambda payloads: (payloads.cast(pa.binary()), {}))
+        return _PlainDecoder(merge_types(target, pa.string(), name), _text)
+    return _PlainDecoder(merge_types(target, pa.binary(), name), lambda payloads: (payloads.cast(pa.binary()), {}))
 
 
 @dataclass(frozen=True)

@@ -400,6 +400,8 @@ def test_json_is_read_to_its_type_and_what_does_not_fit_is_bad_alone() -> None:
 def test_a_format_whose_type_is_not_the_column_s_is_refused() -> None:
     with pytest.raises(SchemaError, match=r"value\.id: string does not fit into the lake's int32"):
         make_decoder(SideFormat("json", "id string"), no_schemas, pa.struct([("id", pa.int32())]))
+    with pytest.raises(SchemaError, match=r"^key\.id: string does not fit"):
+        make_decoder(SideFormat("json", "id string"), no_schemas, pa.struct([("id", pa.int32())]), "key")
 
 
 def test_the_error_of_a_key_names_the_fields_of_the_key() -> None:
