@@ -66,8 +66,9 @@ def with_missing_fields(
     # A view names fields that its tables have: no field of a view is null in place of a missing field.
     rules = [rule for rule in pipeline.rules_of(pool) if rule.view is None]
     states: dict[str, RawState] = {}
+    expressions = list(_of_rules(rules))
     for topic, state in raw.items():
-        missing = partial(_missing_fields, list(_of_rules(rules)), topic)
+        missing = partial(_missing_fields, expressions, topic)
         if state is not None and missing(state.schema):
             states[topic] = _expecting(pipeline, pipeline.input(topic), state, missing)
     if not states:
@@ -116,12 +117,14 @@ def expected_fields(
     shapes = (item.shape.where, *item.shape.sides.values())
     expressions = [(sql, sides) for shape in shapes for _, sql in leaves(shape, "")]
     missing = partial(_missing_fields, expressions, item.topic)
-    is_missing = bool(missing(schema))
-    schema = _with_newest(pipeline, item, schema, missing, ids)
+    # Each batch comes here. The look parses every expression, and few shapes lack a field.
+    if is_missing := bool(missing(schema)):
+        schema = _with_newest(pipeline, item, schema, missing, ids)
     roots = {field.name: field.type for field in schema}
     try:
         shape = _in_first_names(item.shape, roots)
     except SqlProblem:
+        # The shape itself is an error, which names its place.
         return None
     if not is_missing and shape == item.shape:
         return None
