@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -321,7 +321,7 @@ def _attempt(
         if views is not None:
             views.events.refuse_rows(transform.rules)
         hold = pending.hold
-        row_failures = find_failures(transform, pending, failures, views, numbering.partitions)
+        row_failures = find_failures(Attempt(transform, pending, failures, views), numbering.partitions)
         if row_failures:
             raise RowFailures(row_failures) from error
         if pending.hold != hold:
@@ -356,7 +356,9 @@ def _ledger_files(staged: Staged, undecoded: DataFrame | None) -> list[DataFile]
     folder = f"{staged.folder}/{staging.ACCOUNT_FOLDER}"
     path = f"{folder}/part-0.parquet"
     ranges = {topic: plan.reads(topic) for topic in plan.ranges}
-    failed_entries = account.failed_entries(map(astuple, staged.failures.of(plan, old=False)))
+    failed_entries = account.failed_entries(
+        (*failure.place, failure.rule, failure.text) for failure in staged.failures.of(plan, old=False)
+    )
     count = sum(row.entries for row in results.facts if row.kind not in ("out", APPLIED) or row.old)
     if undecoded is None and count <= account.FEW:
         entries = [results.few_entries(), failed_entries] if count else [failed_entries]

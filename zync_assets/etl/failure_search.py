@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING
 
 from zync_assets.errors import EtlError
 from zync_assets.etl import failures
-from zync_assets.etl.batch import Transform, result_rows
-from zync_assets.etl.failures import Failure, Failures, Place
+from zync_assets.etl.batch import Transform
+from zync_assets.etl.failures import Failure, Failures
+from zync_assets.etl.hold import HeldRecord, Place
 from zync_assets.etl.partitions import Partitions, failing_partitions, partition_numbers, without_partition
-from zync_assets.etl.pending import PendingRecords
-from zync_assets.etl.result_checks import UNSENT_TEXT, decided_hold, odd_conditions
+from zync_assets.etl.result_checks import UNSENT_TEXT, Attempt, odd_conditions
 from zync_assets.etl.rules import kind_of
 from zync_assets.etl.rules.kind import Columns, OutputColumns
 from zync_assets.etl.rules.results import output_columns, rule_conditions
-from zync_assets.etl.views.batch import ViewBatch
+from zync_assets.etl.source_rows import FAILING_COLUMNS, failing_record
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Rule
 from zync_assets.spark.failures import (
@@ -190,42 +190,30 @@ TEXTS = 8
 every expression quotes Spark."""
 
 
-def find_failures(
-    transform: Transform,
-    pending: PendingRecords,
-    known_failures: Failures,
-    views: ViewBatch | None = None,
-    partitions: Mapping[str, Partitions] | None = None,
-) -> dict[Place, Failure]:
-    """Place → failure of each failing record that is not in ``known_failures``; empty if the batch fails for another reason.
+def find_failures(attempt: Attempt, partitions: Mapping[str, Partitions]) -> dict[Place, Failure]:
+    """Place → failure of each failing record that the attempt does not know; empty if the batch fails for another reason.
     ``pending.hold`` is then the decision without the failing records, if pairs of a held output fail: some may have ended.
 
-    ``views``: as for ``result_rows``. ``partitions``: of the output topics, as far as they are known.
+    ``partitions``: of the output topics, as far as they are known.
 
     Raises EtlError for too many failures, or for a search that needs more than MOST_JOBS jobs. Raises Spark's own error if the
     search itself fails.
     """
     # A search is for records that go to rules. Those of views' tables go to none.
+    transform = attempt.transform
     with overflow_errors(lambda text: EtlError(f"pool {transform.plan.pool}: {text}")):
-        return _Search(transform, pending, known_failures, views, partitions or {}).run() if transform.frames else {}
+        return _Search(attempt, partitions).run() if transform.frames else {}
 
 
 class _Search:
-    def __init__(
-        self,
-        transform: Transform,
-        pending: PendingRecords,
-        known_failures: Failures,
-        views: ViewBatch | None,
-        partitions: Mapping[str, Partitions],
-    ) -> None:
-        self.transform, self.pending = transform, pending
-        self.known_failures, self.partitions = known_failures, partitions
-        # Results of views name no records, and the search is for records.
-        self.views = None if views is None else replace(views, rows=())
+    def __init__(self, attempt: Attempt, partitions: Mapping[str, Partitions]) -> None:
+        self.attempt, self.partitions = attempt, partitions
+        self.transform = transform = attempt.transform
         self.pipeline, self.rules, self.frames = transform.pipeline, transform.rules, transform.frames
         self.found: dict[Place, tuple[Rule, str]] = {}
         """Place → the rule, and the failing part of the rule."""
+        self.waiting: dict[Place, HeldRecord | None] = {}
+        """Place → the record, if it waited for the counterpart with which a rule fails."""
         self.overflowing: set[Place] = set()
         """The places of the records that overflow Java's stack."""
         self.only: frozenset[str] | None = None
@@ -272,7 +260,7 @@ class _Search:
         known_places = {*self.found}
         self.undecided = frozenset()
         if self.decides:
-            self.pending.hold = decided_hold(self.transform, self.pending, self._failures(), self.views)
+            self.attempt.pending.hold = replace(self.attempt, failures=self._failures()).decided_hold()
         if self.only is None or self.only:
             self._run_without(self.overflow.outputs(), self._failing_outputs)
         if len(self.found) == len(known_places) and not self.undecided:
@@ -322,15 +310,20 @@ class _Search:
         rows = self._rows(self._failing_sides)
         if "failed" not in rows.columns:
             return
-        names = ["rule", "failed", "last", "blamed", "source", "ord", "pair_key", "pair_rank"]
+        names = ["rule", "failed", "last", "blamed", "source", "ord", "pair_key", "pair_rank", "waited"]
+        names += FAILING_COLUMNS if self.transform.held else ()
         rows = rows.where("failed IS NOT NULL").select(names).limit(failures.MOST_FAILURES + 1)
         for row in self._counted(rows.collect()):
-            names = [side.name for side in self.rules[row["rule"]].sides]
+            rule = self.rules[row["rule"]]
+            names = [side.name for side in rule.sides]
             # The output of a record that expired has that record alone.
             alone = row["blamed"] is None or len(row["source"]) < len(names)
-            source = row["source"][row["last"] if alone else names.index(row["blamed"])]
-            topic = self.pipeline.inputs[source["place"]].topic
-            self.found[topic, source["partition"], source["offset"]] = (self.rules[row["rule"]], row["failed"])
+            side = row["last"] if alone else names.index(row["blamed"])
+            source = row["source"][side]
+            place = self.pipeline.inputs[source["place"]].topic, source["partition"], source["offset"]
+            self.found[place] = (rule, row["failed"])
+            if row["rule"] in self.transform.held.joining:
+                self.waiting[place] = failing_record(rule, place, side, row.asDict())
 
     def _run_without(self, overflowing: Iterable[Found], look: Callable[[], None]) -> None:
         """``look``, again without the records that overflow the stack if one does. EtlError if they are too many."""
@@ -356,11 +349,15 @@ class _Search:
         return rows.where(self._is_of(place))
 
     def _result_rows(self, columns: Columns, known_failures: Failures, only: Collection[str] | None) -> DataFrame:
-        return result_rows(self.transform, self.pending, known_failures, columns, self.views, only).frame
+        return replace(self.attempt, failures=known_failures).rows(columns, only)
 
     def _failures(self, without: Place | None = None) -> Failures:
-        places = {place: Failure(*place, rule.name, "") for place, (rule, _) in self.found.items() if place != without}
-        return Failures({**self.known_failures.found, **places})
+        places = {
+            place: Failure(*place, rule.name, "", self.waiting.get(place))
+            for place, (rule, _) in self.found.items()
+            if place != without
+        }
+        return Failures({**self.attempt.failures.found, **places})
 
     def _check(self) -> None:
         if len(self.found) > failures.MOST_FAILURES:
@@ -394,7 +391,7 @@ class _Search:
                 where, sql = self._expression(place, rule, side)
                 words = self._words(place, rule, side)
             failure_by_place[place] = Failure(
-                *place, rule.name, f"{where}: {f'{excerpt(sql)}: ' if sql else ''}{words}"
+                *place, rule.name, f"{where}: {f'{excerpt(sql)}: ' if sql else ''}{words}", self.waiting.get(place)
             )
         return failure_by_place
 

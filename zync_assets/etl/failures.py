@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from zync_assets.codecs.spark_types import rows_frame
 from zync_assets.etl import account
+from zync_assets.etl.hold import HeldRecord, Place
 from zync_assets.etl.plan import EtlPlan
 from zync_assets.etl.retries import ClassRange
 from zync_assets.etl.rules import kind_of
@@ -246,9 +247,6 @@ def part_expressions(rule: Rule, part: str, topic: str) -> list[tuple[str, str]]
 MOST_FAILURES = 10_000
 """Records of one batch that may fail: more are no bad records but a bad rule, or output."""
 
-Place = tuple[str, int, int]
-"""Input topic, partition, offset."""
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -259,6 +257,8 @@ class Failure:
     offset: int
     rule: str
     text: str
+    waiting: HeldRecord | None = None
+    """The record of a held output, if the record waited for the counterpart with which the rule fails."""
 
     @property
     def place(self) -> Place:
@@ -299,6 +299,11 @@ class Failures:
             for partition, places in offsets.items()
         ]
         return " OR ".join(parts) or None
+
+    @property
+    def waiting(self) -> list[HeldRecord]:
+        """The records of held outputs that waited until they failed."""
+        return [failure.waiting for failure in self.found.values() if failure.waiting is not None]
 
     def of(self, plan: EtlPlan, *, old: bool) -> list[Failure]:
         """The failures of pending records (``old``), or of the batch's new records. Sorted by topic, partition, offset."""

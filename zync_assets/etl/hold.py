@@ -50,6 +50,7 @@ class HeldRecord:
     record that the batch did not read. ``other``: the place of the record that Spark paired it with. ``ends``: its output is
     a tombstone, or it is a delete without such a rule. ``changes``: the record changes its row, and does not create the row.
     ``sequence``: the place of a record below *seen* among those of its row, where these are not in one partition.
+    ``failure``: the order of the counterpart with which a rule fails on the record. The record leaves its row then.
     """
 
     place: Place
@@ -64,6 +65,7 @@ class HeldRecord:
     ends: bool = False
     changes: bool = False
     sequence: Order = ()
+    failure: Order | None = None
 
     def may_pair(self, other: HeldRecord) -> bool:
         """Whether the join keys of two records of a rule are equal."""
@@ -99,12 +101,22 @@ def decide(records: Iterable[HeldRecord]) -> Decision:
         (item for item in all_records if item.before), key=lambda item: item.sequence or item.place[1:]
     )
     new_records = sorted((item for item in all_records if not item.before), key=lambda item: item.order or ())
+    failures = [(item.failure, item) for item in (*old_records, *new_records) if item.failure is not None]
+    failures.sort(key=lambda failure: failure[0])
     repaired_hashes: set[int] = set()
     """The hashes of join keys whose records Spark pairs in another way, since a record of theirs ended."""
     while True:
         rows = _Rows(repaired_hashes)
-        for item in (*old_records, *new_records):
+        for item in old_records:
             rows.add(item)
+        at = 0
+        for item in new_records:
+            while at < len(failures) and failures[at][0] <= (item.order or ()):
+                rows.leave(failures[at][1])
+                at += 1
+            rows.add(item)
+        for _, item in failures[at:]:
+            rows.leave(item)
         if rows.ended_hashes <= repaired_hashes:
             return rows.decision()
         repaired_hashes |= rows.ended_hashes
@@ -120,6 +132,8 @@ class _Rows:
         self.ended: set[Place] = set()
         self.ended_hashes: set[int] = set()
         self.following: dict[Place, At | None] = {}
+        self.followers = Counter[Order]()
+        """The records that follow each order."""
         self.open: dict[tuple[str | None, int], list[HeldRecord]] = defaultdict(list)
         """(rule, hash of the join key) → records without a counterpart."""
 
@@ -136,10 +150,7 @@ class _Rows:
             counterpart_queue = self._queue(counterpart)
             counterpart_queue.remove(counterpart)
             last_order = max(record.order for record in (item, counterpart) if record.order is not None)
-            number = 0
-            while counterpart_queue and not counterpart_queue[0].joins:
-                number += 1
-                self.following[counterpart_queue.pop(0).place] = last_order, number
+            self._follow(counterpart_queue, last_order)
         elif item.ends:
             self._end(item, queue)
         elif queue:
@@ -148,9 +159,22 @@ class _Rows:
             # The record before it left the ledger in another way: into quarantine, or expired.
             self.following[item.place] = None
 
+    def leave(self, item: HeldRecord) -> None:
+        """A rule fails on the pending record ``item`` and its counterpart. The records behind it follow the counterpart."""
+        queue = self._queue(item)
+        if item in queue and item.failure is not None:
+            queue.remove(item)
+            self._follow(queue, item.failure)
+
+    def _follow(self, queue: list[HeldRecord], order: Order) -> None:
+        """The first records of a row follow the record of an order, up to the next record that needs a counterpart."""
+        while queue and not queue[0].joins:
+            self.followers[order] += 1
+            self.following[queue.pop(0).place] = order, self.followers[order]
+
     def _end(self, item: HeldRecord, queue: list[HeldRecord]) -> None:
         """The delete ``item`` ends its row, whose pending records are in ``queue``."""
-        self.ended |= {dead.place for dead in queue}
+        self.ended |= {dead.place for dead in queue if dead.failure is None}
         if queue and item.rule is not None and not any(dead.changes for dead in queue if dead.joins):
             self.ended.add(item.place)
         for dead in queue:

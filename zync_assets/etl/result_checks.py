@@ -116,7 +116,7 @@ def refuse_many(plan: EtlPlan, failure_by_place: Mapping[failures.Place, Failure
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt at a batch, some of whose outputs can't be encoded. ``failures``, ``views``: as for ``result_rows``."""
+    """An attempt at a batch, some of whose records fail. ``failures``, ``views``: as for ``result_rows``."""
 
     transform: Transform
     pending: PendingRecords
@@ -127,6 +127,23 @@ class Attempt:
         """The result rows of event rules, with other columns. A view's outputs are not here. ``only``: as for ``result_rows``."""
         event_views = None if self.views is None else replace(self.views, rows=())
         return result_rows(self.transform, self.pending, self.failures, columns, event_views, only).frame
+
+    def decided_hold(self) -> Hold:
+        """The decision on the source rows of the batch, without a look at the outputs of pairs. An output that fails is no
+        tombstone. With the settings of a search. ``pending.hold`` becomes the decision."""
+        pending = self.pending
+        pending.hold = NO_HOLD
+        for _ in range(_DECISIONS):
+            results = _row_results(self.transform, self.rows(_row_ends), pending.hold)
+            try:
+                about = self.transform, results.times, results.held_records, pending.hold, self.failures
+                check_rows(*about, settled=False)
+                break
+            except RowsWait as error:
+                pending.hold = error.hold
+            finally:
+                results.release()
+        return pending.hold
 
 
 def first_unsent(attempt: Attempt, unsent: Mapping[failures.Place, Failure]) -> dict[failures.Place, Failure]:
@@ -313,13 +330,15 @@ def check_rows(
         }
         ledger_rows = ledger.rows_before(waits_in, times.single, times.completed, joining)
         ledger_rows = np.union1d(ledger_rows, ledger.rows_at(waits_in, failed_places | expired_places))
-    rows = np.union1d(rows, ledger_rows)
-    if not len(ledger_rows if settled else rows):
+    failing_rows = [item.row[1] for item in known_failures.waiting if item.row is not None]
+    other_rows = np.union1d(ledger_rows, np.array(failing_rows, np.int64))
+    rows = np.union1d(rows, other_rows)
+    if not len(other_rows if settled else rows):
         return
     records, rows, freed = source_rows.records_in_question(fetch, rows)
     entries = ledger.NO_ENTRIES if waits_in is None else ledger.pending_in(waits_in, rows)
     waiting: frozenset[Place] = frozenset()
-    if not failed_places and not plan.retries.parts:
+    if not failed_places and not failing_rows and not plan.retries.parts:
         plain, waits = source_rows.plainly_waiting(records, entries, freed, transform.held, labels)
         waiting = frozenset(source_rows.places(records.filter(pa.array(waits)), labels))
         plain_rows = pc.unique(records.filter(pa.array(plain))["row"])
@@ -329,7 +348,7 @@ def check_rows(
     retry_spans = retries.spans_of(plan.retries.parts)
     rules: dict[Place, str] = {}
     seen_offsets = {place: position.seen for place, position in plan.head.inputs.items()}
-    held_records = list(source_rows.held_records(records, transform.held, labels, seen_offsets))
+    held_records = [*source_rows.held_records(records, transform.held, labels, seen_offsets), *known_failures.waiting]
     names = {rule.name for rule in transform.rules}
     for entry in entries.to_pylist():
         place: Place = entry["topic"], entry["partition"], entry["first"]
@@ -361,27 +380,6 @@ _ROW_COLUMNS = (
 """The columns of result rows that tell about source rows (``HeldRules.report``)."""
 _DECISIONS = 20
 """Runs of a batch that look for a decision: mostly two."""
-
-
-def decided_hold(
-    transform: Transform, pending: PendingRecords, known_failures: Failures, views: ViewBatch | None
-) -> Hold:
-    """The decision on the source rows of a batch, without a look at the outputs of pairs. An output that fails is no tombstone.
-
-    ``known_failures``, ``views``: as for ``result_rows``. With the settings of a search. ``pending.hold`` becomes the decision.
-    """
-    pending.hold = NO_HOLD
-    for _ in range(_DECISIONS):
-        frame = result_rows(transform, pending, known_failures, _row_ends, views).frame
-        results = _row_results(transform, frame, pending.hold)
-        try:
-            check_rows(transform, results.times, results.held_records, pending.hold, known_failures, settled=False)
-            break
-        except RowsWait as error:
-            pending.hold = error.hold
-        finally:
-            results.release()
-    return pending.hold
 
 
 def _row_results(transform: Transform, frame: DataFrame, hold: Hold) -> Results:

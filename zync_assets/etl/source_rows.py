@@ -251,6 +251,8 @@ class HeldRules:
 
 
 NO_HELD_RULES = HeldRules()
+FAILING_COLUMNS = ("row", "other_row", "ords")
+"""The columns of result rows about the source rows of a pair."""
 _NAMES = ("result", "place", "partition", "offset", "kind", "rule", "row", "hash", "exact")
 _RECORDS = pa.schema(
     [(name, pa.int64()) for name in _NAMES] + [(name, pa.bool_()) for name in ("changes", "deletes", "old", "ends")]
@@ -387,6 +389,17 @@ def held_records(
             ends=item["ends"],
             changes=item["changes"],
         )
+
+
+def failing_record(rule: Rule, place: Place, side: int, pair: Mapping[str, Any]) -> HeldRecord | None:
+    """A record on which a pair of a held output fails, as ``hold.decide`` needs it. None if the record did not wait.
+
+    ``side``: the index of the record in the pair. ``pair``: a result row with ord, waited, and FAILING_COLUMNS.
+    """
+    row, order, failure = pair["other_row" if side else "row"], tuple(pair["ords"][side]), tuple(pair["ord"])
+    if row is None or order >= failure:
+        return None
+    return HeldRecord(place, rule.name, (rule.out, row), bool(pair["waited"] >> side & 1), order, True, failure=failure)
 
 
 def held_rules(rules: Sequence[Rule]) -> HeldRules:

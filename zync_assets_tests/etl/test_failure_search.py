@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 from zync_assets.checks.output_checks import run_all
 from zync_assets.cli.main import main
 from zync_assets.errors import BadRecords, EtlError, SchemaError
-from zync_assets.etl import commit, failure_search, failures
+from zync_assets.etl import commit, failure_search, failures, result_checks
 from zync_assets.kafka.topics import record_limits
 from zync_assets.lake import staging
 from zync_assets.lake.quarantine_table import EVERYTHING, quarantined_records
@@ -73,13 +74,14 @@ transforms:
 @pytest.mark.slow
 def test_a_search_runs_again_only_the_rules_that_may_fail_again(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of many rules would take minutes for its failing records."""
-    real, asked = failure_search.result_rows, list[set[str] | None]()
+    real, asked = result_checks.result_rows, list[set[str] | None]()
 
     def noted(*about: Any) -> Any:
-        asked.append(None if about[5] is None else {*about[5]})
+        if about[3] is not result_checks._row_ends:
+            asked.append(None if about[5] is None else {*about[5]})
         return real(*about)
 
-    monkeypatch.setattr(failure_search, "result_rows", noted)
+    monkeypatch.setattr(result_checks, "result_rows", noted)
     join = JOIN.replace("l: left.value.v", "l: CAST(left.value.v AS INT)")
     join = join.replace("join-on:", "where: value.op = 'c'\n    join-on:")
     copy = "  - {name: copy, type: stateless, in: $left, out: $out, key: in.key, value: {l: CAST(in.value.v AS INT)}}\n"
@@ -410,6 +412,63 @@ def test_a_creation_whose_row_ended_fails_with_no_record(make: Make, batches: in
     assert failing(it) == {}
     assert it.classes(it.left) == {"done": 3}
     sound(it)
+
+
+UPDATES = """
+  - {name: left-update, type: stateless, in: $left, where: value.op = 'u', out: $out, key: in.key,
+     value: {id: in.value.id, n: CAST(NULL AS BIGINT)}}
+  - {name: right-update, type: stateless, in: $right, where: value.op = 'u', out: $out, key: in.key,
+     value: {id: in.value.id, n: CAST(NULL AS BIGINT)}}
+"""
+HELD = TOGETHER.replace("join-on:", "where: value.op = 'c'\n    join-on:") + UPDATES + DELETE
+
+
+def sent_in_turn(it: Mini, changes: list[tuple[str, str, int, str]], cuts: list[int]) -> list[tuple[str, Any]]:
+    """The outputs of changes (topic, op, id, text), one a second. A batch ends at each of the ``cuts``."""
+    for number, (topic, op, id, text) in enumerate(changes):
+        key = f"{'k' if topic == it.left else 's'}{id}"
+        it.send(topic, (key, row(id, text, op)), times=[(number + 1) * 1000])
+        if number in cuts:
+            it.step()
+    it.step()
+    sound(it)
+    return [(row["key"], row["value"]["n"] if row["value"] else None) for row in it.staged()]
+
+
+@pytest.mark.parametrize("cuts", [[], pytest.param([1, 3], marks=pytest.mark.slow)], ids=["whole", "cut"])
+def test_a_change_follows_the_counterpart_with_which_the_creation_of_its_row_fails(make: Make, cuts: list[int]) -> None:
+    it = make(HELD)
+    changes = [
+        (it.left, "c", 1, "no number"),
+        (it.left, "u", 1, ""),
+        (it.left, "c", 2, "5"),
+        (it.right, "c", 2, "4"),
+        (it.right, "c", 1, "3"),
+        (it.left, "u", 2, ""),
+    ]
+    assert sent_in_turn(it, changes, cuts) == [("k2", 100), ("k1", None), ("k2", None)]
+    assert failing(it).keys() == {(it.left, 0)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_of_outputs_among_failing_pairs_does_not_depend_on_where_batches_are_cut(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, seed: int
+) -> None:
+    random = Random(seed)
+    story = [
+        (random.choice("lr"), random.choice("cccuud"), random.randrange(3), random.choice(["1", "2", "3", "no number"]))
+        for _ in range(30)
+    ]
+    results: list[tuple[Any, ...]] = []
+    for name, cuts in [("whole", list[int]()), ("parts", random.sample(range(30), 4)), ("each", [*range(30)])]:
+        (tmp_path / name).mkdir()
+        it = mini(services, spark, tmp_path / name, f"{unique}.{name}", HELD)
+        changes = [(it.left if side == "l" else it.right, *change) for side, *change in story]
+        outputs = sent_in_turn(it, changes, cuts)
+        places = {(topic == it.left, offset) for topic, offset in failing(it)}
+        results.append((outputs, places, it.classes(it.left), it.classes(it.right)))
+    assert results[1:] == [results[0]] * 2
 
 
 @pytest.mark.slow

@@ -70,10 +70,11 @@ class Engine:
         self.pending: dict[Place, Record] = {}
         self.sources: list[tuple[Place, ...]] = []
 
-    def batch(self, new: Sequence[Record]) -> None:
+    def batch(self, new: Sequence[Record], failures: Sequence[HeldRecord] = ()) -> None:
+        """``failures``: the records on which a rule fails, and that waited before."""
         records = self.pending | {record.place: record for record in new}
         other = pairs(records.values())
-        decision = decide(self.held(record, other) for record in records.values())
+        decision = decide([*(self.held(record, other) for record in records.values()), *failures])
         live = {
             place: record
             for place, record in records.items()
