@@ -50,7 +50,8 @@ class HeldRecord:
     record that the batch did not read. ``other``: the place of the record that Spark paired it with. ``ends``: its output is
     a tombstone, or it is a delete without such a rule. ``changes``: the record changes its row, and does not create the row.
     ``sequence``: the place of a record below *seen* among those of its row, where these are not in one partition.
-    ``failure``: the order of the counterpart with which a rule fails on the record. The record leaves its row then.
+    ``failure``: the order of the counterpart with which a rule fails on the record. At this order, the
+    record leaves the row.
     """
 
     place: Place
@@ -133,7 +134,7 @@ class _Rows:
         self.ended_hashes: set[int] = set()
         self.following: dict[Place, At | None] = {}
         self.followers = Counter[Order]()
-        """The records that follow each order."""
+        """Order → the number of the records that follow the record of this order."""
         self.open: dict[tuple[str | None, int], list[HeldRecord]] = defaultdict(list)
         """(rule, hash of the join key) → records without a counterpart."""
 
