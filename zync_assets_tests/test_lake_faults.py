@@ -16,7 +16,8 @@ from deltalake import DeltaTable, write_deltalake
 
 from zync_assets.audit import guard
 from zync_assets.audit.guard import exactly_once_done_coverage
-from zync_assets.checks.output_checks import run_all, staging_equals_topic
+from zync_assets.checks.output_checks import run_all
+from zync_assets.checks.remote_checks import staging_equals_topic
 from zync_assets.errors import LakeUnavailable, ZyncError
 from zync_assets.lake import tables
 from zync_assets.local.services import Services

@@ -14,7 +14,8 @@ import pytest
 from click.testing import CliRunner
 from confluent_kafka.admin import AdminClient, NewPartitions
 
-from zync_assets.checks.output_checks import run_all, staging_equals_topic
+from zync_assets.checks.output_checks import run_all
+from zync_assets.checks.remote_checks import staging_equals_topic
 from zync_assets.cli.main import main
 from zync_assets.errors import EtlError, PartitionsChanged
 from zync_assets.kafka.partitioner import key_partitions

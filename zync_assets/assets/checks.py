@@ -23,7 +23,7 @@ from zync_assets.assets.names import Names, on_grid, range_of
 from zync_assets.assets.reports import last_offset
 from zync_assets.assets.resources import session
 from zync_assets.audit import guard
-from zync_assets.checks import output_checks, raw_checks, sink_checks
+from zync_assets.checks import output_checks, raw_checks, remote_checks
 from zync_assets.checks.output_checks import record_check
 from zync_assets.checks.state_checks import ROWS_MATCH, rows_match
 from zync_assets.errors import ZyncError
@@ -147,13 +147,13 @@ def _sink(names: Names, sink: Sink, table: SinkTable) -> Iterator[AssetChecksDef
             part, last = range_of(event.partition or ""), last_offset(event)
             if part is not None and last is not None:
                 expected[part.partition] = max(expected.get(part.partition, 0), last + 1)
-        return sink_checks.sink_position(pipeline, sink, table, expected)
+        return remote_checks.sink_position(pipeline, sink, table, expected)
 
     text = "The target's next offset is the one that was written up to, and belongs to the lake's table."
-    yield _check(names, asset, sink_checks.SINK_POSITION, text, False, position)
+    yield _check(names, asset, remote_checks.SINK_POSITION, text, False, position)
     text = "No record of the table is in quarantine."
-    look = partial(sink_checks.sink_quarantine, pipeline, sink, table)
-    yield _check(names, asset, sink_checks.SINK_QUARANTINE, text, False, lambda _: look())
+    look = partial(remote_checks.sink_quarantine, pipeline, sink, table)
+    yield _check(names, asset, remote_checks.SINK_QUARANTINE, text, False, lambda _: look())
     yield _row_check(names, sink, table)
 
 
@@ -190,11 +190,11 @@ def reachable(names: Names, topic: str) -> AssetChecksDefinition:
     return _check(
         names,
         names.topic_key(topic),
-        output_checks.REACHABLE,
+        remote_checks.REACHABLE,
         "The broker knows the topic, the pipeline may look at it, and every partition has a leader. The sensor reports it"
         " too, when it changed.",
         False,
-        lambda _: output_checks.reachable(names.pipeline, topic),
+        lambda _: remote_checks.reachable(names.pipeline, topic),
     )
 
 
@@ -203,10 +203,10 @@ def _topic_check(names: Names, topic: str) -> AssetChecksDefinition:
     return _check(
         names,
         asset,
-        output_checks.STAGING_EQUALS_TOPIC,
+        remote_checks.STAGING_EQUALS_TOPIC,
         "The record at each offset of the topic is the one that staging numbers so, byte for byte.",
         False,
-        lambda context: output_checks.staging_equals_topic(names.pipeline, topic, run_ranges(context, asset)),
+        lambda context: remote_checks.staging_equals_topic(names.pipeline, topic, run_ranges(context, asset)),
     )
 
 

@@ -18,8 +18,8 @@ from dagster import AssetCheckEvaluation, AssetCheckSeverity, AssetKey, DagsterE
 
 from zync_assets.assets.names import AWAITS_TAG, LONG_LOAD_TAG, Names, clusters, on_grid, spans_between
 from zync_assets.audit.guard import pool_blocks, raw_blocks
-from zync_assets.checks import output_checks, sink_checks
-from zync_assets.checks.sink_checks import sink_subject
+from zync_assets.checks import remote_checks
+from zync_assets.checks.remote_checks import sink_subject
 from zync_assets.errors import BrokerUnavailable, KafkaError, LeaderMissing, SetupError, TrustError, ZyncError
 from zync_assets.etl.plan import EtlPlan, plan_etl
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, plan_ingest
@@ -72,14 +72,14 @@ def topic_check_on_error(names: Names, instance: DagsterInstance, topic: str) ->
 
 def topic_evaluation(names: Names, topic: str, why: str | None = None) -> AssetCheckEvaluation:
     """The result of an output topic's check now, over all that is not verified. ``why``: a known failure."""
-    look = partial(output_checks.staging_equals_topic, names.pipeline, topic, backlog=True)
-    return _evaluation(names.topic_key(topic), output_checks.STAGING_EQUALS_TOPIC, look, why)
+    look = partial(remote_checks.staging_equals_topic, names.pipeline, topic, backlog=True)
+    return _evaluation(names.topic_key(topic), remote_checks.STAGING_EQUALS_TOPIC, look, why)
 
 
 def table_evaluation(names: Names, sink: Sink, table: SinkTable, why: str | None = None) -> AssetCheckEvaluation:
     """The result of the check of a target table's position now. ``why``: a known failure."""
-    look = partial(sink_checks.sink_position, names.pipeline, sink, table)
-    return _evaluation(names.sink_key(sink.name, table.name), sink_checks.SINK_POSITION, look, why)
+    look = partial(remote_checks.sink_position, names.pipeline, sink, table)
+    return _evaluation(names.sink_key(sink.name, table.name), remote_checks.SINK_POSITION, look, why)
 
 
 def _evaluation(key: AssetKey, name: str, look: Callable[[], CheckResult], why: str | None) -> AssetCheckEvaluation:

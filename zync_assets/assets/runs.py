@@ -40,9 +40,8 @@ from zync_assets.assets import names
 from zync_assets.assets.checks import LAKE_MARK
 from zync_assets.assets.facts import BROKER, DueStep, Facts, RawEnds, table_evaluation, topic_evaluation
 from zync_assets.assets.names import Names
-from zync_assets.checks.output_checks import REACHABLE
 from zync_assets.checks.raw_checks import BLOCKING
-from zync_assets.checks.sink_checks import sink_subject
+from zync_assets.checks.remote_checks import REACHABLE, sink_subject
 from zync_assets.lake import raw
 from zync_assets.lake.check_results import remedy
 from zync_assets.lake.snapshot import Snapshot

@@ -1,58 +1,35 @@
-"""The checks of outputs: of a staging pool, of a published topic, and all checks of a pipeline.
+"""The checks of a staging pool, and all checks of a pipeline.
 
-- A staging pool: its account against raw and outputs, its numbering, records that are pending for long, and records that
-  came too late for their place in the source's order.
-- A published topic: Kafka and staging hold the same records, by content.
+The checks of a pool look at its account against raw and outputs, its numbering, records that are pending for long, and records
+that came too late for their place in the source's order.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from threading import Thread
-
-import numpy as np
-import pyarrow as pa
 
 from zync_assets.audit.account import null_key_records, read_account
 from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done_coverage
 from zync_assets.checks import raw_checks
-from zync_assets.checks.sink_checks import sink_results
-from zync_assets.codecs.arrays import pc
+from zync_assets.checks.remote_checks import reachable, sink_results, staging_equals_topic
 from zync_assets.conflicts import EVERYWHERE, PASSING, raise_first
 from zync_assets.errors import (
-    KafkaError,
     LakeError,
     LeaderMissing,
-    SchemaError,
     TableDamaged,
     TopicMissing,
     ZyncError,
 )
-from zync_assets.ingest.plan import absent_error, losses_of
-from zync_assets.kafka.reader import read_range
-from zync_assets.kafka.topics import TopicState, high_watermarks, is_compacted, topic_states
 from zync_assets.lake.check_results import CheckResult, Number, conclude, keep_accepted
-from zync_assets.lake.head import OutputPosition
-from zync_assets.lake.parquet_rows import DamagedFile, integers
-from zync_assets.lake.publication import PublishState, WrittenSchema, rollback_error
+from zync_assets.lake.parquet_rows import DamagedFile
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.lake.staging import StagingState
-from zync_assets.offsets import OffsetRange, intersection, normalize
-from zync_assets.pipeline import Pipeline, topic_path
+from zync_assets.pipeline import Pipeline
 from zync_assets.pipeline_file.keys import joining_kinds
-from zync_assets.publish.encoding import (
-    ENCODED_SCHEMA,
-    alike_ids,
-    encoded_rows,
-    header_differences,
-    is_same,
-    staged_topic,
-)
-from zync_assets.publish.plan import partition_numbers, partitions_error
 
 PENDING_AGE, SOURCE_ORDER = "pending_age", "source_order"
 MAX_AGE_SECONDS = 86_400
@@ -191,197 +168,6 @@ def _age_problems(snapshot: Snapshot, pool: str, state: StagingState, numbers: d
 
 _THREADS = 2
 """How many checks run at one time. Their work is in libraries that run beside other Python code."""
-
-NO_END = 1 << 62
-"""An offset past every record."""
-STAGING_EQUALS_TOPIC, REACHABLE = "staging_equals_topic", "reachable"
-
-
-def reachable(pipeline: Pipeline, topic: str) -> CheckResult:
-    """The broker knows an input topic, lets this pipeline look at it, and has the next offsets. Every partition has a leader."""
-    item, subject = pipeline.input(topic), topic_path(topic)
-    try:
-        raw = Snapshot(pipeline).raw(topic)
-        state = topic_states(pipeline.kafka, [topic]).get(topic)
-        if state is None:
-            raise absent_error(item, was_there=raw is not None)
-        if raw is not None:
-            losses_of(item, state, raw, raw.next)
-    except (KafkaError, TableDamaged) as error:
-        return conclude(REACHABLE, subject, "error", [str(error)], "", {})
-    numbers = {"partitions": len(state.partitions), "offsets": sum(item.end - item.low for item in state.partitions)}
-    return conclude(REACHABLE, subject, "error", [], f"all {len(state.partitions)} partitions have leaders", numbers)
-
-
-def staging_equals_topic(
-    pipeline: Pipeline, topic: str, ranges: Iterable[OffsetRange] | None = None, *, backlog: bool = False
-) -> CheckResult:
-    """Check that the published record at offset k of the topic equals, byte for byte, the record that staging numbers k.
-
-    Reads ``ranges`` of the topic, or the whole topic; if ``backlog``, all that publish has not verified. Records that
-    retention or a compacted topic's compaction removed are not compared. Raises BrokerUnavailable, RegistryError.
-    """
-    pool, subject = pipeline.output(topic).pool, topic_path(topic)
-    # Each before the one that it is made from: the pipeline may be at work, and must not look like damage.
-    snapshot = Snapshot(pipeline)
-    publish_state, verified = snapshot.publish_state(pool, topic), snapshot.verified_parts(pool, topic)
-    topic_state = topic_states(pipeline.kafka, [topic]).get(topic)
-    highs = high_watermarks(pipeline.kafka, topic, partition_numbers(topic_state)) if topic_state else {}
-    try:
-        state = snapshot.staging(pool)
-    except TableDamaged as error:
-        return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(error)], "", {"compared": 0})
-    positions = state.head.positions(topic) if state else {}
-    recreate = pipeline.command("to-kafka", "--recreate", topic)
-    loss = rollback_error(pool, topic, verified, state.head.output_ends(topic) if state else {}, recreate)
-    if loss is not None:
-        return conclude(STAGING_EQUALS_TOPIC, subject, "error", [str(loss)], "", {"compared": 0})
-    if state is None or not positions:
-        return conclude(STAGING_EQUALS_TOPIC, subject, "error", [], "nothing staged yet", {"compared": 0})
-    numbers: dict[str, Number] = {"compared": 0, "staged": sum(item.next - item.base for item in positions.values())}
-    if topic_state is None:
-        has_history = publish_state.has_topic() or positions[0].topic_id is not None
-        problems = [f"topic {topic} was published to and is gone"] if has_history else []
-        return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, "nothing published yet", numbers)
-    problems = list(_identity_problems(topic_state, positions[0], publish_state, recreate))
-    problems += [str(error)] if not problems and (error := partitions_error(positions, topic_state, recreate)) else []
-    if not problems:
-        parts = [_Part(p, item, verified.get(p), highs.get(p, 0), len(positions)) for p, item in positions.items()]
-        look_ranges = ranges if not backlog else [OffsetRange(p, verified.get(p, 0), NO_END) for p in positions]
-        try:
-            problems += [line for part in parts for line in part.watermark_problems(numbers)]
-            problems += _content_problems(pipeline, state, topic_state, parts, publish_state, look_ranges, numbers)
-        except (LakeError, SchemaError) as error:
-            problems.append(str(error))
-    summary = f"{numbers['compared']} records are staging's"
-    return conclude(STAGING_EQUALS_TOPIC, subject, "error", problems, summary, numbers)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A partition of a published topic. ``count``: the partitions of the topic's outputs."""
-
-    partition: int
-    position: OutputPosition
-    verified_end: int | None
-    high: int
-    count: int
-
-    @property
-    def text(self) -> str:
-        """The begin of a problem's line."""
-        return "" if self.count == 1 else f"partition {self.partition}: "
-
-    def watermark_problems(self, numbers: dict[str, Number]) -> Iterator[str]:
-        position, verified_end = self.position, self.verified_end
-        lag = max(0, position.next - max(position.base, verified_end or 0))
-        for name, number in (("high_watermark", self.high), ("lag", lag)):
-            numbers[name] = int(numbers.get(name, 0)) + number
-        if self.high > position.next:
-            yield (
-                f"{self.text}the record at offset {position.next} is not staging's: staging ends there, the topic at"
-                f" {self.high}"
-            )
-        if verified_end is not None and self.high < verified_end:
-            yield (
-                f"{self.text}the topic ends at offset {self.high} and was published up to {verified_end}: it has lost records"
-            )
-
-
-def _identity_problems(
-    topic_state: TopicState, position: OutputPosition, publish_state: PublishState, recreate: str
-) -> Iterator[str]:
-    if publish_state.has_topic():
-        same_topic = publish_state.belongs_to(topic_state.topic_id)
-    else:
-        same_topic = position.topic_id in (None, topic_state.topic_id)
-    if not same_topic:
-        yield (
-            f"topic {topic_state.topic} was deleted and created again (its id is now {topic_state.topic_id});"
-            f" to publish all of staging to it: {recreate}"
-        )
-
-
-def _content_problems(
-    pipeline: Pipeline,
-    state: StagingState,
-    topic_state: TopicState,
-    places: Sequence[_Part],
-    publish_state: PublishState,
-    ranges: Iterable[OffsetRange] | None,
-    numbers: dict[str, Number],
-) -> Iterator[str]:
-    lows, all_ranges = {item.partition: item.low for item in topic_state.partitions}, list[OffsetRange]()
-    for place in places:
-        first = max(place.position.base, lows.get(place.partition, 0))
-        all_ranges.append(OffsetRange(place.partition, first, max(first, min(place.position.next, place.high))))
-    parts = normalize(all_ranges) if ranges is None else intersection(all_ranges, ranges)
-    tolerates_gaps = bool(parts) and is_compacted(pipeline.kafka, topic_state.topic)
-    outputs = staged_topic(state, topic_state.topic, pipeline.registry)
-    schemas: set[WrittenSchema] = set()
-    texts = {place.partition: place.text for place in places}
-    comparisons, gaps = 0, 0
-    for part in parts:
-        buffer = _RowBuffer(encoded_rows(outputs, part, schemas))
-        # Nothing is published in transactions: what one holds is foreign, be it open, committed or aborted.
-        batches = read_range(pipeline.kafka, topic_state.topic, part.partition, part.first, part.end, uncommitted=True)
-        for rows, records in _side_by_side(buffer, batches, part):
-            offsets = integers(records.column("offset"))
-            gap_offsets = np.setdiff1d(integers(rows["offset"]), offsets, assume_unique=True)
-            gaps += len(gap_offsets)
-            if len(gap_offsets) and not tolerates_gaps:
-                yield f"{texts[part.partition]}the topic holds no record at offset {gap_offsets[0]}, where staging holds one"
-                return
-            is_complete = len(offsets) == rows.num_rows
-            counterpart = rows if is_complete else rows.take(pa.array(offsets - integers(rows["offset"])[0]))
-            differs = _differs(counterpart["key"], records.column("key")) | _differs(
-                counterpart["value"], records.column("value")
-            )
-            differs |= header_differences(counterpart["headers"], records.column("headers"))
-            alike = alike_ids(outputs, schemas, publish_state)
-            for at in np.flatnonzero(differs).tolist():
-                left, right = (
-                    tuple(table[name][at].as_py() for name in ENCODED_SCHEMA.names) for table in (counterpart, records)
-                )
-                if not is_same(left, right, alike):
-                    yield f"{texts[part.partition]}the record at offset {offsets[at]} is not staging's"
-                    return
-            comparisons += len(offsets)
-            numbers |= {"compared": comparisons, "compacted": gaps}
-
-
-@dataclass
-class _RowBuffer:
-    """Staged rows, taken up to an offset at a time."""
-
-    batches: Iterator[pa.RecordBatch]
-    remainder: pa.Table = field(default_factory=ENCODED_SCHEMA.empty_table)
-
-    def take(self, count: int) -> pa.Table:
-        while self.remainder.num_rows < count:
-            self.remainder = pa.concat_tables([self.remainder, pa.Table.from_batches([next(self.batches)])])
-        rows, self.remainder = self.remainder.slice(0, count), self.remainder.slice(count)
-        return rows
-
-
-def _side_by_side(
-    buffer: _RowBuffer, batches: Iterable[pa.RecordBatch], part: OffsetRange
-) -> Iterator[tuple[pa.Table, pa.Table]]:
-    """Kafka's records batch by batch, each with all staged rows of its span; at last what staging has beyond."""
-    first = part.first
-    for batch in batches:
-        end = int(integers(batch.column("offset"))[-1]) + 1
-        yield buffer.take(end - first), pa.Table.from_batches([batch])
-        first = end
-    if first < part.end:
-        yield buffer.take(part.end - first), ENCODED_SCHEMA.empty_table()
-
-
-def _differs(left: pa.ChunkedArray, right: pa.ChunkedArray) -> np.ndarray:
-    """A mask of the rows in which two columns differ. Null equals only null."""
-    equal = pc.fill_null(pc.equal(left, right), False)
-    both_null = pc.and_(pc.is_null(left), pc.is_null(right))
-    return ~np.asarray(pc.or_(equal, both_null).to_numpy(), dtype=bool)
 
 
 def run_all(pipeline: Pipeline) -> Iterator[CheckResult]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from zync_assets.checks.sink_checks import sink_subject
+from zync_assets.checks.remote_checks import sink_subject
 from zync_assets.codecs.fields import BITS, ZONED_TIMESTAMP
 from zync_assets.codecs.spark_types import rows_frame
 from zync_assets.errors import LakeError, SinkError, TableUnfit, TargetRefused

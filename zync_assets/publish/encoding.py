@@ -252,14 +252,6 @@ def _single_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[Row]:
         yield from zip(*(batch.column(name).to_pylist() for name in ENCODED_SCHEMA.names), strict=True)
 
 
-def header_differences(headers: pa.Array | pa.ChunkedArray, other_headers: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """A mask of the rows in which two columns of headers differ. No headers equal an empty list."""
-    if headers.null_count == len(headers) and other_headers.null_count == len(other_headers):
-        return np.zeros(len(headers), bool)
-    pairs = zip(headers.to_pylist(), other_headers.to_pylist(), strict=True)
-    return np.fromiter(((left or None) != (right or None) for left, right in pairs), bool, len(headers))
-
-
 def row_schema(topic: str, text: str) -> RowSchema:
     """An output schema as the pool keeps it (``etl.output_types.OutputType.texts``). Its Avro sides have the id NO_ID."""
     sides = json.loads(text)
@@ -344,6 +336,8 @@ def payloads(topic: str, rows: pa.RecordBatch, schema_of: Callable[[str], RowSch
     groups = _with_nulls(topic, rows, schema_groups(rows.column("schema"), rows.column("left_out")), schema_of)
     parts: list[Payloads] = []
     order: list[np.ndarray] = []
+    sides = [staging.key_column(topic), staging.value_column(topic)]
+    rows = rows.select([name for name in (*sides, staging.HEADERS_COLUMN, "source") if name in rows.schema.names])
     for group in pc.unique(groups).to_pylist():
         places = pc.indices_nonzero(pc.equal(groups, group))
         group_rows = rows if len(places) == rows.num_rows else rows.take(places)
@@ -351,9 +345,10 @@ def payloads(topic: str, rows: pa.RecordBatch, schema_of: Callable[[str], RowSch
         order.append(places.to_numpy())
     if len(parts) == 1:
         return parts[0]
-    back = pa.array(np.argsort(np.concatenate(order)))
-    columns = (pa.concat_arrays(column).take(back) for column in zip(*(part.columns for part in parts), strict=True))
-    keys, values, headers = columns
+    back = np.empty(rows.num_rows, np.int64)
+    back[np.concatenate(order)] = np.arange(rows.num_rows)
+    columns = (pa.concat_arrays(column) for column in zip(*(part.columns for part in parts), strict=True))
+    keys, values, headers = (column.take(pa.array(back)) for column in columns)
     errors = {
         int(at[index]): text for at, part in zip(order, parts, strict=True) for index, text in part.errors.items()
     }

@@ -16,7 +16,7 @@ from zync_assets.assets.build import build_definitions
 from zync_assets.assets.facts import gather
 from zync_assets.assets.reports import last_offset
 from zync_assets.checks.output_checks import run_all
-from zync_assets.checks.sink_checks import sink_results
+from zync_assets.checks.remote_checks import sink_results
 from zync_assets.errors import CheckFailed, TargetUnavailable
 from zync_assets.local.services import Services
 from zync_assets.runner import ingest_all

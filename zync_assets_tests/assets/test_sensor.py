@@ -520,7 +520,7 @@ def test_a_check_that_can_t_look_ends_no_tick(rig: Rig, monkeypatch: pytest.Monk
     def denied(*_: object, **__: object) -> None:
         raise PermissionError("no right to read")
 
-    monkeypatch.setattr(facts.output_checks, "staging_equals_topic", denied)
+    monkeypatch.setattr(facts.remote_checks, "staging_equals_topic", denied)
     cursor = json.dumps({runs.FAILING: [f"kafka/{rig.sales}"]})
     tick = sensor.evaluate(rig.names, rig.instance, cursor, time.time())
     (found,) = (event for event in tick.asset_events if getattr(event, "check_name", "") == "staging_equals_topic")

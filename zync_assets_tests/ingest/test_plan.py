@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zync_assets import offsets
-from zync_assets.checks.output_checks import reachable
+from zync_assets.checks.remote_checks import reachable
 from zync_assets.cli.main import main
 from zync_assets.errors import CommitConflict, DataLoss, TopicMissing, TopicRecreated
 from zync_assets.ingest.commit import commit_raw

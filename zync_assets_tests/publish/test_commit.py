@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from confluent_kafka import Producer
 
 from zync_assets.audit import coverage, guard
-from zync_assets.checks.output_checks import staging_equals_topic
+from zync_assets.checks.remote_checks import staging_equals_topic
 from zync_assets.cli.main import main
 from zync_assets.errors import (
     CheckFailed,

@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import Producer
 from deltalake import DeltaTable
 
-from zync_assets.checks.output_checks import staging_equals_topic
+from zync_assets.checks.remote_checks import staging_equals_topic
 from zync_assets.errors import EtlError, ForeignRecord
 from zync_assets.kafka.reader import read_range
 from zync_assets.kafka.topics import create_topic, topic_states

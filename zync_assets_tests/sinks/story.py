@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zync_assets.checks.sink_checks import sink_results
+from zync_assets.checks.remote_checks import sink_results
 from zync_assets.checks.state_checks import rows_match
 from zync_assets.local.services import Services
 from zync_assets.sinks.steps import sink_all

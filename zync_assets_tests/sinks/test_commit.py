@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from click.testing import CliRunner, Result
 
-from zync_assets.checks.sink_checks import sink_results
+from zync_assets.checks.remote_checks import sink_results
 from zync_assets.checks.state_checks import Differences, rows_match
 from zync_assets.cli.main import main
 from zync_assets.errors import BadRecords, SinkError, TableUnfit

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from zync_assets.checks.output_checks import staging_equals_topic
+from zync_assets.checks.remote_checks import staging_equals_topic
 from zync_assets.codecs.dispatch import make_encoder
 from zync_assets.etl.rules.output_schemas import is_empty, null_masks, parse_group, schema_groups, without
 from zync_assets.kafka.registry import Registry

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from zync_assets.checks.sink_checks import sink_results
+from zync_assets.checks.remote_checks import sink_results
 from zync_assets.pipeline_file.loader import load_pipeline
 from zync_assets.sinks.plan import place_of
 from zync_assets.sinks.sqlite import SqliteTarget

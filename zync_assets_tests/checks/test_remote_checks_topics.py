@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from confluent_kafka import Producer
 
-from zync_assets.checks.output_checks import staging_equals_topic
+from zync_assets.checks.remote_checks import staging_equals_topic
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_state
 from zync_assets.lake import staging
 from zync_assets.lake.head import Head, OutputPosition
