@@ -345,7 +345,7 @@ def _declared(pipeline: Pipeline, item: Input, side: str) -> DataType | None:
 
     form: SideFormat = getattr(item, side)
     if form.format == "json" and form.ddl is not None:
-        return spark_type(parse_ddl(form.ddl))
+        return spark_type(lake_type_of(parse_ddl(form.ddl)))
     plain = {"string": pa.string(), "bytes": pa.binary(), "json": pa.string()}
     if form.format in plain:
         return spark_type(plain[form.format])

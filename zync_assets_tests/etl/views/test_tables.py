@@ -22,7 +22,7 @@ from zync_assets.pipeline import RegistryConfig, ViewTable
 from zync_assets.runner import rebuild_all
 from zync_assets.spark.frames import record_frame
 from zync_assets_tests.bench.data import append_raw
-from zync_assets_tests.mini import framed, make_pipeline, mini_of
+from zync_assets_tests.mini import framed, make_pipeline, mini, mini_of
 from zync_assets_tests.pipeline_file.problems import loaded
 
 if TYPE_CHECKING:
@@ -423,3 +423,30 @@ def test_a_delete_is_known_by_debezium_s_marks_whatever_form_the_row_has(
     frame.createOrReplaceTempView("shown_rows")
     shown = spark.sql(latest_sql(item, pipeline).replace("Raw.`rows`", "shown_rows")).collect()
     assert len(shown) == (1 if is_deleted else 2)
+
+
+EMPTY = """
+inputs:
+  - {topic: $left, pool: Raw, key-format: string, value-format: json, schema: "id bigint"}
+  - {topic: $right, pool: Raw, key-format: string, value-format: json, schema: "`first name` string, Name string, name string"}
+outputs:
+  - {topic: $out, pool: Staging, format: json, create: {}}
+transforms:
+  - type: view
+    tables: {o: $left, c: $right}
+    from: o LEFT JOIN c ON c.name = CAST(o.id AS STRING)
+    key: {id: o.id}
+    value: {name: c.`first name`}
+    out: $out
+"""
+
+
+@pytest.mark.slow
+def test_an_empty_table_has_any_names(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
+
+    it = mini(services, spark, tmp_path, unique, EMPTY)
+    it.send(it.left, {"id": 1})
+    it.step()
+    it.send(it.right, {"first name": "Ann", "Name": "2", "name": "1"})
+    it.step()
+    assert it.values() == [{"name": None}, {"name": "Ann"}]
