@@ -28,7 +28,7 @@ from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, Rebuild, plan_etl
 from zync_assets.etl.retries import NOTHING, Retry
 from zync_assets.etl.rule_changes import refuse_moves, report_changes
 from zync_assets.etl.streams import may_be_ordered, unseen
-from zync_assets.etl.views.batch import check_definitions
+from zync_assets.etl.views.rebuild import check_definitions, with_known_names
 from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import BATCH_OFFSETS, RawBatch, plan_ingest, read_input, small_inputs
 from zync_assets.kafka.topics import Survey, TopicState, survey
@@ -40,7 +40,6 @@ from zync_assets.lake.readings import Reading, TopicEnds, are_confirmed, keep_re
 from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, offset_count, place_text
 from zync_assets.pipeline import Pipeline
-from zync_assets.pipeline_file.references import with_lake_names
 from zync_assets.publish.commit import PublishCommit, publish
 from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging, small_outputs
 from zync_assets.quarantine.replay import ReplayCommit, ReplayPlan, commit_drop, commit_replay, plan_drop, plan_replay
@@ -332,7 +331,7 @@ def _commit_staging(pipeline: Pipeline, log: Log, batch: EtlBatch) -> EtlCommit 
         return commit_staging(pipeline, batch)
     # A view that was edited while nothing is new does not wait for the next record to be an error.
     plan = batch.plan
-    check_definitions(with_lake_names(pipeline, plan.raw, plan.state), plan.pool, plan.head)
+    check_definitions(with_known_names(pipeline, plan.pool, plan.raw, plan.state), plan.pool, plan.head)
     return None
 
 

@@ -35,7 +35,6 @@ from zync_assets.offsets import OffsetRange, place_text
 from zync_assets.pipeline import Pipeline, Rule, table_name
 from zync_assets.pipeline_file import load
 from zync_assets.pipeline_file.keys import joining_kinds
-from zync_assets.pipeline_file.references import with_lake_names
 from zync_assets.spark.sql import path_sql
 
 PENDING_COLUMNS = ("pool", "topic", "partition", "offset", "rule", "key", "join_key", "time", "age_seconds", "why")
@@ -167,12 +166,13 @@ def _contributions(pipeline: Pipeline, topic: str, partition: int, offset: int) 
     if rule is None or state is None:
         return []
     from zync_assets.etl.views.contributions import contributions
+    from zync_assets.etl.views.rebuild import with_known_names
     from zync_assets.spark.failures import spark_failures
     from zync_assets.spark.session import spark_session
 
     snapshot, pool = Snapshot(pipeline), pipeline.output(topic).pool
     raw_states = {item.topic: snapshot.raw(item.topic) for item in pipeline.inputs_of(pool)}
-    rules = with_lake_names(pipeline, raw_states, state).rules_of(pool)
+    rules = with_known_names(pipeline, pool, raw_states, state).rules_of(pool)
     view_rule = next(item for item in rules if item.name == rule.name)
     with spark_failures(lambda text: LakeError(f"view {rule.name}: its rows can't be shown: {text}")):
         rows = contributions(spark_session(pipeline.spark, pipeline.lake), state, rules, view_rule, offset, partition)

@@ -1,5 +1,5 @@
 """Fields that a rule or an input's shape names and that no record of its topic has had yet: the pipeline file may be there
-before the source has the column.
+before the source has the column, or before the source renames it.
 
 Asked only where Spark can't resolve a name. The registry's newest schema of the topic says a field's type; a field that it lacks
 too is null. A field of the result that is nothing but such a field is left out of the records until the field has a type.
@@ -28,6 +28,7 @@ from zync_assets.pipeline import Input, Pipeline, RecordShape, Rule, Shape
 from zync_assets.pipeline_file.conditions import TextSpan, with_nulls
 from zync_assets.pipeline_file.expressions import SqlProblem, columns, parse
 from zync_assets.pipeline_file.references import in_first_names
+from zync_assets.pipeline_file.view_expressions import row_expressions
 from zync_assets.spark.sql import edited, leaves
 
 _log = logging.getLogger(__name__)
@@ -39,8 +40,9 @@ _NOTHING: tuple[Shape, ...] = ("NULL", "(NULL)", {})
 
 Path: TypeAlias = tuple[str, ...]
 """``value``, ``after``, ``coupon``."""
-Sides: TypeAlias = Mapping[str, str]
-"""``in``, ``left`` or ``right`` → its topic; ``""``: of expressions that name no side."""
+Sides: TypeAlias = Mapping[str, tuple[str, Path]]
+"""``in``, ``left`` or ``right`` → its topic, and no path, since it is a record. The alias of a table → its topic, and the path of
+its row in a record. ``""``: of expressions that name no side."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,11 @@ def with_missing_fields(
     Returns the raw tables that lack a field, with the fields that the registry's newest schema has. None if no field is missing.
     Raises FieldMissing for a field that the newest schema lacks too, if the pipeline file says ``missing-field: fail``.
     """
-    # A view names fields that its tables have: no field of a view is null in place of a missing field.
-    rules = [rule for rule in pipeline.rules_of(pool) if rule.view is None]
-    states: dict[str, RawState] = {}
-    expressions = list(_of_rules(rules))
-    for topic, state in raw.items():
-        missing = partial(_missing_fields, expressions, topic)
-        if state is not None and missing(state.schema):
-            states[topic] = _expecting(pipeline, pipeline.input(topic), state, missing)
+    states = with_newest_fields(pipeline, pool, raw)
     if not states:
         return None
+    # A view names fields that its tables have: no field of a row is null in place of a field that is missing everywhere.
+    rules = [rule for rule in pipeline.rules_of(pool) if rule.view is None]
     schemas = {topic: state.schema for topic, state in {**raw, **states}.items() if state is not None}
     for rule in rules:
         for topic in rule.topics:
@@ -82,6 +79,23 @@ def with_missing_fields(
         pipeline, rules=tuple(_without_missing(rule, schemas) if rule in rules else rule for rule in pipeline.rules)
     )
     return lenient_pipeline, states
+
+
+def with_newest_fields(pipeline: Pipeline, pool: str, raw: Mapping[str, RawState | None]) -> dict[str, RawState]:
+    """The raw tables that lack a field which a rule of the pool names, with the fields and the names of fields of the registry's
+    newest schema."""
+    rules = pipeline.rules_of(pool)
+    columns = {
+        topic: {item.name: item.type for item in state.schema} for topic, state in raw.items() if state is not None
+    }
+    expressions = list(_of_rules([rule for rule in rules if rule.view is None]))
+    expressions += [item for rule in rules for item in row_expressions(rule, columns)]
+    states: dict[str, RawState] = {}
+    for topic, state in raw.items():
+        missing = partial(_missing_fields, expressions, topic)
+        if state is not None and missing(state.schema):
+            states[topic] = _expecting(pipeline, pipeline.input(topic), state, missing)
+    return states
 
 
 @dataclass(frozen=True)
@@ -113,7 +127,7 @@ def expected_fields(
     """
     assert item.shape is not None
     schema = raw_schema(types["key"] or pa.null(), types["value"] or pa.null())
-    sides = {"": item.topic}
+    sides: Sides = {"": (item.topic, ())}
     shapes = (item.shape.where, *item.shape.sides.values())
     expressions = [(sql, sides) for shape in shapes for _, sql in leaves(shape, "")]
     missing = partial(_missing_fields, expressions, item.topic)
@@ -177,16 +191,16 @@ def _expressions(rule: Rule) -> Iterator[tuple[str, Sides]]:
     """A rule's expressions, each with the topics of its sides; a condition has one side, without a name."""
     sides = _sides(rule)
     yield from ((sql, sides) for side in rule.sides for sql in side.keys)
-    yield from ((side.where, {"": side.topic}) for side in rule.sides if side.where is not None)
+    yield from ((side.where, {"": (side.topic, ())}) for side in rule.sides if side.where is not None)
     yield from ((record, sides) for item in rule.lookups for record, _ in item.on)
     yield from ((sql, sides) for sql in (() if rule.group is None else rule.group.expressions))
     for shape in (rule.key, rule.value, rule.headers, rule.keep, rule.explode):
         yield from ((sql, sides) for _, sql in leaves(shape, ""))
 
 
-def _sides(rule: Rule) -> dict[str, str]:
-    """The names of records in a rule's expressions, in lower case, each with its topic."""
-    sides = {side.name.lower(): side.topic for side in rule.sides}
+def _sides(rule: Rule) -> dict[str, tuple[str, Path]]:
+    """The names of records in a rule's expressions, in lower case."""
+    sides: dict[str, tuple[str, Path]] = {side.name.lower(): (side.topic, ()) for side in rule.sides}
     aggregates = rule.group.named("first", "list") if rule.group is not None else ()
     return sides | {item.name.lower(): sides[name.lower()] for item in aggregates for name in item.arguments}
 
@@ -252,9 +266,9 @@ def _array_of(variable: exp.Identifier) -> exp.Expr | None:
 
 def _place(name: _Name, sides: Sides) -> tuple[str, Path] | None:
     """The topic and the path of a name; None if the name is no field of a key or a value."""
-    names = name.names if "" in sides else name.names[1:]
-    topic = sides.get("" if "" in sides else name.names[0].lower())
-    return None if topic is None or not names or names[0].lower() not in ("key", "value") else (topic, names)
+    topic, path = sides.get("" if "" in sides else name.names[0].lower(), (None, ()))
+    path = (*path, *(name.names if "" in sides else name.names[1:]))
+    return None if topic is None or not path or path[0].lower() not in ("key", "value") else (topic, path)
 
 
 def _lacking(schema: pa.Schema, path: Path) -> list[Path]:
@@ -378,7 +392,7 @@ def _without_missing(rule: Rule, schemas: Mapping[str, pa.Schema]) -> Rule:
     edited_sides = tuple(
         replace(
             side,
-            where=edited(side.where, partial(_edited_sql, sides={"": side.topic}, schemas=schemas)),
+            where=edited(side.where, partial(_edited_sql, sides={"": (side.topic, ())}, schemas=schemas)),
             keys=tuple(map(edit, side.keys)),
         )
         for side in rule.sides

@@ -36,6 +36,7 @@ from zync_assets.lake.staging import StagingState
 from zync_assets.pipeline import Pipeline, RecordShape, Rule, Shape
 from zync_assets.pipeline_file.expressions import SqlProblem
 from zync_assets.pipeline_file.view_expressions import row_type, table_with_names, with_names
+from zync_assets.queries import view_definition
 from zync_assets.spark.sql import edited, name_sql
 
 _OPENING = (TokenType.L_PAREN, TokenType.L_BRACKET)
@@ -50,9 +51,15 @@ def in_lake_names(sql: str, roots: Mapping[str, pa.DataType | None]) -> str:
     return _references(sql, roots).rewrite()
 
 
-def in_first_names(sql: str, roots: Mapping[str, pa.DataType | None]) -> str:
-    """The expression where renamed fields have the topic's first names of them. Else as ``in_lake_names``."""
-    return replace(_references(sql, roots), name_in_type=original, name_without_type=str).rewrite()
+def in_first_names(sql: str, roots: Mapping[str, pa.DataType | None], spelled: Callable[[str], str] = name_sql) -> str:
+    """The expression where renamed fields have the topic's first names of them. Else as ``in_lake_names``. ``spelled``: a name as
+    SQL."""
+    return replace(_references(sql, roots), name_in_type=original, name_without_type=str, spelled=spelled).rewrite()
+
+
+def _spelled(name: str) -> str:
+    """A name as SQL, as users write it: in back quotes if it needs them."""
+    return name if re.fullmatch("[A-Za-z_][A-Za-z_0-9]*", name) else name_sql(name)
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class _References:
     roots: Mapping[str, pa.DataType | None]
     name_in_type: Callable[[pa.Field], str] = attrgetter("name")
     name_without_type: Callable[[str], str] = escape
+    spelled: Callable[[str], str] = name_sql
     variables: list[_Variable] = field(default_factory=list[_Variable])
     unknown: dict[str, pa.DataType] = field(default_factory=dict[str, pa.DataType])
     """Path of a field → the type that lacks it."""
@@ -91,7 +99,7 @@ class _References:
         for at, name in sorted(names.items(), reverse=True):
             token = self.tokens[at]
             if name.lower() != token.text.lower():
-                sql = f"{sql[: token.start]}{name_sql(name)}{sql[token.end + 1 :]}"
+                sql = f"{sql[: token.start]}{self.spelled(name)}{sql[token.end + 1 :]}"
         return sql
 
     def _kind(self, at: int) -> TokenType | None:
@@ -268,8 +276,21 @@ def with_lake_names(pipeline: Pipeline, raw: Mapping[str, RawState | None], stat
             side: lake_fields.setdefault(column, _LakeFields.from_type(have.get(column)))
             for side, column in columns.items()
         }
-        rules.append(_rewritten(rule, types, sides, partial(_rewriter, names_differ=names_differ)))
+        defined_rule = _with_definition(rule, types) if names_differ else rule
+        rules.append(_rewritten(defined_rule, types, sides, partial(_rewriter, names_differ=names_differ)))
     return replace(pipeline, rules=tuple(rules))
+
+
+def _with_definition(rule: Rule, types: Mapping[str, pa.StructType]) -> Rule:
+    """A view's rule with its definition, which has the topic's first names of renamed fields: another name of a field makes no
+    other view."""
+    if rule.view is None or rule.view.definition:
+        return rule
+    sides = {"key": _TopicFields(), "value": _TopicFields()}
+    first = _rewritten(rule, types, sides, lambda roots: partial(in_first_names, roots=roots, spelled=_spelled))
+    assert first.view is not None
+    definition = view_definition(first.view, first.key, first.value, first.headers, rule.out)
+    return replace(rule, view=replace(rule.view, definition=definition))
 
 
 def lacking_fields(rule: Rule, types: Mapping[str, pa.StructType]) -> dict[str, pa.DataType]:
@@ -340,6 +361,13 @@ class _LakeFields:
                 self.names[name] = lake_name(name, self.names.values())
             shapes[self.names[name]] = self.children.setdefault(name, _LakeFields()).shape(part, rewrite)
         return shapes
+
+
+class _TopicFields(_LakeFields):
+    """The fields that rules make, by their names in the topic."""
+
+    def shape(self, shape: Shape, rewrite: Rewrite) -> Shape:
+        return edited(shape, rewrite)
 
 
 _ODD = re.compile(r"`[^`]*[ ,;{}()=%\x00-\x1f\x7f][^`]*`")

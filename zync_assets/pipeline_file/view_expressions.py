@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from sqlglot import exp
 from sqlglot.tokenizer_core import TokenType
 
-from zync_assets.pipeline import Rule, View, ViewTable
+from zync_assets.pipeline import Rule, Shape, View, ViewTable
 from zync_assets.pipeline_file.conditions import closing_places
 from zync_assets.pipeline_file.expressions import (
     RECORD_ROOTS,
@@ -30,8 +30,8 @@ from zync_assets.pipeline_file.expressions import (
     row_problems,
 )
 from zync_assets.pipeline_file.fields import suggestion, word_list
-from zync_assets.queries import view_definition
-from zync_assets.spark.sql import edited
+from zync_assets.queries import Path, view_definition
+from zync_assets.spark.sql import edited, leaves
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -271,14 +271,39 @@ def table_with_names(item: ViewTable, rewrite: Rewrite) -> ViewTable:
     return replace(item, key=edited(item.key, rewrite), row=row, deleted=deleted)
 
 
-def row_type(item: ViewTable, record: Mapping[str, pa.DataType | None]) -> pa.DataType | None:
-    """The type of a table's row, where it is the default row or a field of the record. ``record``: the types of the record's
-    columns."""
+def row_path(item: ViewTable, record: Mapping[str, pa.DataType | None]) -> list[str]:
+    """The path of a table's row in a record, where the row is the default row or a field of the record. ``record``: the types of
+    the record's columns."""
     # Here alone: it loads pyarrow, which the reference of the keys does without.
-    from zync_assets.codecs.fields import is_envelope, type_at
+    from zync_assets.codecs.fields import is_envelope
 
     path = [part.strip().strip("`") for part in (item.row or "value").split(".")]
     kind = record.get(path[0].lower())
-    if item.row is None and kind is not None and is_envelope(kind):
-        path.append("after")
-    return type_at(kind, path[1:])
+    return [*path, "after"] if item.row is None and kind is not None and is_envelope(kind) else path
+
+
+def row_type(item: ViewTable, record: Mapping[str, pa.DataType | None]) -> pa.DataType | None:
+    """The type of a table's row; None where another expression makes the row. ``record``: as in ``row_path``."""
+    from zync_assets.codecs.fields import type_at
+
+    column, *names = row_path(item, record)
+    return type_at(record.get(column.lower()), names)
+
+
+def row_expressions(
+    rule: Rule, columns: Mapping[str, Mapping[str, pa.DataType]]
+) -> Iterator[tuple[str, Mapping[str, tuple[str, Path]]]]:
+    """The expressions over the rows of a rule's tables, and those that make the rows. Each has the names that it may begin with:
+    name → the topic, and the path in a record of it. ``columns``: topic → the types of its columns."""
+    rows: dict[str, tuple[str, Path]] = {}
+    for item in rule.tables:
+        rows[item.alias.lower()] = item.topic, tuple(row_path(item, columns.get(item.topic, {})))
+        for shape in (item.key, item.row, item.deleted):
+            yield from ((sql, {"": (item.topic, ())}) for _, sql in leaves(shape, ""))
+    pairs = [pair for item in rule.lookups for pair in item.on]
+    shapes: list[Shape] = [rule.key, rule.value, rule.headers, rule.keep, rule.explode] if rows else []
+    if rule.view is not None:
+        pairs += [pair for join in rule.view.joins for pair in join.on]
+        shapes += [rule.view.where, rule.view.on_duplicate_key]
+    yield from ((sql, rows) for shape in shapes for _, sql in leaves(shape, ""))
+    yield from ((sql, rows) for pair in pairs for sql in pair)

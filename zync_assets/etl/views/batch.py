@@ -36,7 +36,7 @@ from zync_assets.etl.views.differences import DUPLICATE
 from zync_assets.etl.views.failures import check_places, row_checks, table_failures, view_failures, with_reason
 from zync_assets.etl.views.maintenance import Maintenance
 from zync_assets.etl.views.query import Query, removed_records, rule_types, unfilled_tables
-from zync_assets.etl.views.rebuild import as_records, filled_rows, raw_rows, staged_differences
+from zync_assets.etl.views.rebuild import as_records, check_definitions, filled_rows, raw_rows, staged_differences
 from zync_assets.etl.views.state import StateFiles, StateReader, state_files
 from zync_assets.etl.views.state_index import indexed_columns, join_columns, write_index
 from zync_assets.etl.views.tables import (
@@ -45,7 +45,6 @@ from zync_assets.etl.views.tables import (
     column_defaults,
     declared_frame,
     definition_of,
-    has_changed,
     has_result,
     removed_views,
     stored_table,
@@ -69,32 +68,6 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
-
-
-def check_definitions(pipeline: Pipeline, pool: str, head: Head) -> None:
-    """EtlError if the state in the account has other definitions than the views of the pipeline file."""
-    rules = pipeline.rules_of(pool)
-    changed_rules = [rule for rule in rules if rule.view is not None and has_changed(head.views, rule, rules)]
-    if changed_rules:
-        is_single = len(changed_rules) == 1
-        # Not the outputs of look-ups: they would follow rows that have changed since.
-        topics = [part for rule in changed_rules for part in ("--topic", rule.out)]
-        names = ", ".join(rule.name for rule in changed_rules)
-        raise EtlError(
-            f"pool {pool}: the {'definition of view' if is_single else 'definitions of the views'} {names}"
-            f" changed since {'its result was' if is_single else 'their results were'} staged. Nothing was done. Put the old"
-            f" definition{'' if is_single else 's'} back, or compute the result{'' if is_single else 's'} again:"
-            f" {pipeline.command('rebuild', *topics)}"
-        )
-    for name, table in tables_of(rules).items():
-        entry = head.tables.get(name)
-        if entry is None and any(
-            topic == table.topic and position.seen > position.first for (topic, _), position in head.inputs.items()
-        ):
-            raise EtlError(
-                f"pool {pool}: table {name} is new, and records of topic {table.topic} were transformed before, so that the pool"
-                f" has no state of them. Nothing was done. Make the state from the raw pool: {pipeline.command('rebuild')}"
-            )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The rebuild of views: the state of a table from its raw records, and a result compared with the records that are staged.
+"""The rebuild of views: the check whether a definition asks for one, the state of a table from its raw records, and a result
+compared with the records that are staged.
 
 A rebuild takes no new records. Its outputs are the differences between the result and the last staged record of each key. Offsets
 that are published never change.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,12 +24,23 @@ from zync_assets.etl.views.changes import latest_rows, record_rows, table_record
 from zync_assets.etl.views.query import removed_records, same_sql
 from zync_assets.etl.views.state import StateReader, state_files
 from zync_assets.etl.views.state_index import unindexed_rows
-from zync_assets.etl.views.tables import Table, TableType, column_defaults, table_type, with_values
+from zync_assets.etl.views.tables import (
+    Table,
+    TableType,
+    column_defaults,
+    has_changed,
+    table_type,
+    tables_of,
+    with_values,
+)
 from zync_assets.lake import staging
 from zync_assets.lake.head import Head
 from zync_assets.lake.raw import RawState
 from zync_assets.lake.staging import StagingState
 from zync_assets.offsets import OffsetRange
+from zync_assets.pipeline import Pipeline, Rule
+from zync_assets.pipeline_file.missing_fields import with_newest_fields
+from zync_assets.pipeline_file.references import with_lake_names
 from zync_assets.spark import frames
 from zync_assets.spark.sql import name_sql, text_sql
 
@@ -37,6 +49,49 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType
 
 _log = logging.getLogger(__name__)
+
+
+def with_known_names(
+    pipeline: Pipeline, pool: str, raw: Mapping[str, RawState | None], state: StagingState | None
+) -> Pipeline:
+    """As ``with_lake_names``. Where a view seems to have another definition than its result, the registry tells the names that no
+    record has had: a field that a new schema renames is the same field."""
+    named = with_lake_names(pipeline, raw, state)
+    if state is None or not _changed_views(named, pool, state.head):
+        return named
+    newest_states = with_newest_fields(pipeline, pool, raw)
+    return with_lake_names(pipeline, {**raw, **newest_states}, state) if newest_states else named
+
+
+def check_definitions(pipeline: Pipeline, pool: str, head: Head) -> None:
+    """EtlError if the state in the account has other definitions than the views of the pipeline file."""
+    rules = pipeline.rules_of(pool)
+    if changed_rules := _changed_views(pipeline, pool, head):
+        is_single = len(changed_rules) == 1
+        # Not the outputs of look-ups: they would follow rows that have changed since.
+        topics = [part for rule in changed_rules for part in ("--topic", rule.out)]
+        names = ", ".join(rule.name for rule in changed_rules)
+        raise EtlError(
+            f"pool {pool}: the {'definition of view' if is_single else 'definitions of the views'} {names}"
+            f" changed since {'its result was' if is_single else 'their results were'} staged. Nothing was done. Put the old"
+            f" definition{'' if is_single else 's'} back, or compute the result{'' if is_single else 's'} again:"
+            f" {pipeline.command('rebuild', *topics)}"
+        )
+    for name, table in tables_of(rules).items():
+        entry = head.tables.get(name)
+        if entry is None and any(
+            topic == table.topic and position.seen > position.first for (topic, _), position in head.inputs.items()
+        ):
+            raise EtlError(
+                f"pool {pool}: table {name} is new, and records of topic {table.topic} were transformed before, so that the pool"
+                f" has no state of them. Nothing was done. Make the state from the raw pool: {pipeline.command('rebuild')}"
+            )
+
+
+def _changed_views(pipeline: Pipeline, pool: str, head: Head) -> Sequence[Rule]:
+    """The views whose results are of other definitions. ``pipeline``: its rules name fields as the lake does."""
+    rules = pipeline.rules_of(pool)
+    return [rule for rule in rules if rule.view is not None and has_changed(head.views, rule, rules)]
 
 
 class Counts(NamedTuple):
