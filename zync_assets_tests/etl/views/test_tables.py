@@ -443,7 +443,6 @@ transforms:
 
 @pytest.mark.slow
 def test_an_empty_table_has_any_names(services: Services, spark: SparkSession, tmp_path: Path, unique: str) -> None:
-
     it = mini(services, spark, tmp_path, unique, EMPTY)
     it.send(it.left, {"id": 1})
     it.step()
