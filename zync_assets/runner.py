@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from zync_assets.errors import (
     DataLoss,
     LakeError,
     LakeUnavailable,
+    SinkError,
     SparkLost,
     TopicTruncated,
     ZyncError,
@@ -43,6 +45,7 @@ from zync_assets.pipeline import Pipeline
 from zync_assets.publish.commit import PublishCommit, publish
 from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging, small_outputs
 from zync_assets.quarantine.replay import ReplayCommit, ReplayPlan, commit_drop, commit_replay, plan_drop, plan_replay
+from zync_assets.sinks.plan import SinkPlan, plan_sink, reset_command
 from zync_assets.spark.session import Session
 from zync_assets.spark.tasks import MANY, side_by_side
 
@@ -328,11 +331,27 @@ def _commit_staging(pipeline: Pipeline, log: Log, batch: EtlBatch) -> EtlCommit 
     # The edit of an idle pool is news once the next batch goes by the new rules.
     report_changes(pipeline, batch.plan.pool, batch.plan.head, None if idle else log)
     if not idle:
+        _refuse_older_copy(pipeline, batch.plan.pool)
         return commit_staging(pipeline, batch)
     # A view that was edited while nothing is new does not wait for the next record to be an error.
     plan = batch.plan
     check_definitions(with_known_names(pipeline, plan.pool, plan.raw, plan.state), plan.pool, plan.head)
     return None
+
+
+def _refuse_older_copy(pipeline: Pipeline, pool: str) -> None:
+    """LakeError if a target table has outputs that a staging pool lacks, since the lake came from an older copy. ETL might give
+    their numbers to other outputs, which the table would lack for ever. A target that can't be asked tells nothing."""
+    plans: list[SinkPlan] = []
+    for sink in pipeline.sinks:
+        tables = [table for table in sink.tables if table.staged and table.pool == pool]
+        with suppress(SinkError):
+            plans += [plan_sink(pipeline, sink, table, check=False) for table in tables]
+    if commands := [reset_command(plan) for plan in plans if plan.progress.origin == plan.origin and plan.is_ahead]:
+        raise LakeError(
+            f"pool {pool}: target tables have outputs that staging lacks: it went back to an older version. Nothing was done. Put"
+            f" the newer table back; or, to go on from what staging holds, load the target tables again: {'; '.join(commands)}"
+        )
 
 
 def replay_all(pipeline: Pipeline, session: Session, selection: Selection) -> Iterator[ReplayCommit | EtlCommit]:

@@ -350,7 +350,7 @@ def foreign_record(topic: str, partition: int, offset: int, recreate: str) -> Fo
     """The error for a record at an offset that is another program's. ``recreate``: the command that publishes the topic again."""
     return ForeignRecord(
         f"topic {topic}, partition {partition}: the record at offset {offset} is not staging's; another program writes to this"
-        f" topic. Nothing more is published. Stop that program, then: {recreate}"
+        f" topic, or the lake came from an older copy. Nothing more is published. Stop that program, then: {recreate}"
     )
 
 

@@ -85,6 +85,11 @@ class SinkPlan:
         return not self.ranges
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether the target was written up to an offset that the source lacks."""
+        return any(offset > self.ends.get(partition, 0) for partition, offset in self.progress.next.items())
+
+    @property
     def missing(self) -> tuple[OffsetRange, ...]:
         """The offsets that the target lacks, those of later batches too."""
         parts = ((p, self.progress.next.get(p, self.starts[p]), end) for p, end in sorted(self.ends.items()))
@@ -215,8 +220,7 @@ def plain_source(plan: SinkPlan, table_layout: Layout) -> PlainSource | None:
     has_deletes = sink.mode == "upsert"
     if state is None or not is_plain or (has_deletes and (staged or table_layout.delete_sql != NO_VALUE)):
         return None
-    sides = side_names(plan)
-    present_sides = {side: name for side, name in sides.items() if name in state.schema.names}
+    present_sides = {side: name for side, name in side_names(plan).items() if name in state.schema.names}
     return PlainSource(
         state.table.uri,
         tuple(plan.files),
@@ -285,8 +289,7 @@ def plan_sink(
         # A target that keeps whole records also keeps the ids of their schemas. The ids also say which fields a record lacks.
         if state is not None and (open_target(sink).whole_records or _has_lacking(state)):
             state = replace(state, with_ids=True)
-        starts = {} if state is None else {**state.first, **state.retention_start}
-        ends = {} if state is None else dict(state.next)
+        starts, ends = ({}, {}) if state is None else ({**state.first, **state.retention_start}, dict(state.next))
     plan = SinkPlan(pipeline, sink, table, progress, snapshot, state, starts, ends, ())
     if not check:
         return plan
@@ -310,10 +313,7 @@ def reset_command(plan: SinkPlan) -> str:
 
 def _check_origin(plan: SinkPlan) -> None:
     progress, table = plan.progress, plan.table
-    if progress.origin is not None and (
-        progress.origin != plan.origin
-        or any(next_offset > plan.ends.get(partition, 0) for partition, next_offset in progress.next.items())
-    ):
+    if progress.origin is not None and (progress.origin != plan.origin or plan.is_ahead):
         raise SinkError(
             f"sink {plan.sink.name}, table {table.name}: its position is that of another table of the lake, or of a later"
             f" state of {table.source}. Mount the lake that it was written from; or load the table again:"

@@ -31,7 +31,6 @@ from zync_assets.lake import raw, staging
 from zync_assets.lake.quarantine_table import Selection
 from zync_assets.offsets import offset_count
 from zync_assets.pipeline import Pipeline, Sink, SinkTable
-from zync_assets.sinks.columns import Layout
 from zync_assets.sinks.commit import SEARCH_OFFSETS, SinkCommit, check_table, commit_sink
 from zync_assets.sinks.plan import (
     BATCH_OFFSETS,
@@ -53,7 +52,7 @@ from zync_assets.sinks.replay import (
     write_refused,
     write_replays,
 )
-from zync_assets.sinks.target import OUTAGE_CURE, Merge, Place, open_target
+from zync_assets.sinks.target import OUTAGE_CURE, Merge, Place, TableSpec, open_target
 from zync_assets.spark.session import Session, lazy_session
 
 OUTAGES = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -330,10 +329,8 @@ def replay_sinks(pipeline: Pipeline, session: Session, topics: Collection[str], 
             replay.reasons |= {str(item): reasons[item.spot] for item in refused if item.spot in reasons}
 
     late_tables = [(place, write_late) for topic in topics for place in pipeline.raw_sinks(topic)]
-    for (sink, table), write in [
-        *late_tables,
-        *((place, write_selected) for place in chosen_tables(pipeline, selection)),
-    ]:
+    chosen = [(place, write_selected) for place in chosen_tables(pipeline, selection)]
+    for (sink, table), write in [*late_tables, *chosen]:
         with keep_errors(replay.troubles), remedies(sink.name, table.name):
             write(partial(read_sink, pipeline, session, sink.name, table.name))
     return replay
@@ -395,7 +392,7 @@ def _warn_of_scattered_key(plan: SinkPlan) -> None:
 
 def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> tuple[Place, ...]:
     """Empty a table of a sink and forget its position. Other sinks may write the table too: their positions, which are
-    returned, are forgotten as well, since their rows are gone."""
+    returned, are forgotten as well, since their rows are gone. A pool from an older copy may have no column of the topic."""
     sink_definition = pipeline.sink(sink)
     sharers = tuple(
         place_of(pipeline, other_sink, item)
@@ -407,7 +404,9 @@ def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> t
 
     def reset(plan: SinkPlan) -> None:
         if plan.ends:
-            _reset_table(plan, layout(plan, session), sharers)
+            _reset_table(plan, layout(plan, session).spec, sharers)
+        elif plan.state is not None and plan.progress.origin is not None:
+            _reset_table(plan, TableSpec(table, (), (), sink_definition.mode), sharers)
 
     def reset_named() -> None:
         with _names(sink, table):
@@ -418,17 +417,18 @@ def reset_sink(pipeline: Pipeline, session: Session, sink: str, table: str) -> t
     return sharers
 
 
-def _reset_table(plan: SinkPlan, layout: Layout, sharers: tuple[Place, ...]) -> None:
+def _reset_table(plan: SinkPlan, spec: TableSpec, sharers: tuple[Place, ...]) -> None:
     """Empty a table and forget its position, in one transaction: the next batch begins at the start. ``sharers``: as in
     ``Merge``."""
     target = plan.target()
-    target.prepare(layout.spec, create=plan.sink.create, evolve=plan.sink.evolve)
-    if layout.spec.mode == "insert":
-        past = target.past_places(plan.place, layout.spec, plan.origin, writers(plan))
+    if spec.columns:
+        target.prepare(spec, create=plan.sink.create, evolve=plan.sink.evolve)
+    if spec.mode == "insert":
+        past = target.past_places(plan.place, spec, plan.origin, writers(plan))
         # Another pipeline that writes the source to a table of its own keeps its position.
         is_new = plan.progress.origin is None
         sharers = (*sharers, *(place for place in past if is_new or place.pipeline == plan.place.pipeline))
-    target.merge(Merge(plan.place, layout.spec, plan.origin, {}, {}, clear=True, sharers=sharers))
+    target.merge(Merge(plan.place, spec, plan.origin, {}, {}, clear=True, sharers=sharers))
 
 
 def _outlast(work: Callable[[], T], patience: Sequence[float] = OUTAGES, *, locks: bool = True) -> T:
