@@ -262,6 +262,27 @@ def test_a_run_that_completes_a_reset_late_removes_no_new_object(
     assert kept(target) == rows(1, 20)
 
 
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_two_runs_may_make_the_objects_of_a_batch_at_one_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    alone, folder = tmp_path / "alone", tmp_path / "beside"
+    apply(FilesTarget(f"{alone}?format={form}"), 1, 20)
+    read, states = archive_objects._batches, list[archive.ArchiveState]()
+
+    def read_late(root: str, parts: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        # The other run makes the objects, and removes the loads, when this one has found that the loads are there.
+        if not states:
+            states.append(archive.open_state(root, PLACE.load_prefix.strip("_")))
+            complete(root, PLACE.load_prefix.strip("_"), states[0])
+        return read(root, parts)
+
+    monkeypatch.setattr(archive_objects, "_batches", read_late)
+    apply(FilesTarget(f"{folder}?format={form}"), 1, 20)
+    assert states[0].promises
+    assert digests(folder) == digests(alone)
+
+
 TOPIC = SPEC.name
 
 
