@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
@@ -18,7 +17,6 @@ from zync_assets.conflicts import Log, keep_errors, raise_first, retried
 from zync_assets.errors import (
     DataLoss,
     LakeError,
-    LakeUnavailable,
     SinkError,
     SparkLost,
     TopicTruncated,
@@ -29,7 +27,7 @@ from zync_assets.etl.history import rebuild_events
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, Rebuild, plan_etl, read_raw, rebuild_plan, transform
 from zync_assets.etl.retries import NOTHING, Retry
 from zync_assets.etl.rule_changes import refuse_moves, report_changes
-from zync_assets.etl.streams import may_be_ordered, unseen
+from zync_assets.etl.streams import confirm_ends, read_ends, unseen
 from zync_assets.etl.views.rebuild import check_definitions, with_known_names
 from zync_assets.ingest.commit import RawCommit, commit_raw
 from zync_assets.ingest.plan import BATCH_OFFSETS, RawBatch, plan_ingest, read_input, small_inputs
@@ -37,15 +35,11 @@ from zync_assets.kafka.topics import Survey, TopicState, survey
 from zync_assets.lake import raw, staging
 from zync_assets.lake.head import Head
 from zync_assets.lake.quarantine_table import Selection, quarantined_records
-from zync_assets.lake.raw import RawState
-from zync_assets.lake.readings import Reading, TopicEnds, are_confirmed, keep_reading, read_readings
-from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, offset_count, place_text
 from zync_assets.pipeline import Pipeline
 from zync_assets.publish.commit import PublishCommit, publish
 from zync_assets.publish.plan import OutputBatch, plan_publish, read_staging, small_outputs
 from zync_assets.quarantine.replay import ReplayCommit, ReplayPlan, commit_drop, commit_replay, plan_drop, plan_replay
-from zync_assets.sinks.plan import SinkPlan, plan_sink, reset_command
 from zync_assets.spark.session import Session
 from zync_assets.spark.tasks import MANY, side_by_side
 
@@ -147,76 +141,6 @@ def _side_by_side(
             except SparkLost:
                 # Perhaps another topic ended Spark's worker. The caller works on this topic again, alone.
                 lone_topics.append(topic)
-
-
-def read_ends(pipeline: Pipeline, patience: float | None = None, snapshot: Snapshot | None = None) -> Survey:
-    """Read the ends of all inputs together, before any of them is ingested, and keep them in the lake.
-
-    ``snapshot``: the raw tables, where they are open. Raises BrokerUnavailable and TrustError.
-    """
-    began = time.time()
-    topic_ends = survey(pipeline.kafka, [item.topic for item in pipeline.inputs], patience=patience)
-    keep_ends(snapshot or Snapshot(pipeline), topic_ends, began, time.time())
-    return topic_ends
-
-
-def keep_ends(snapshot: Snapshot, topic_ends: Survey, began: float, ended: float) -> None:
-    """Keep the ends of the inputs that have a source order, or may have one.
-
-    ``began``, ``ended``: the times around the request for ``topic_ends``, in seconds since the epoch. A lake that can't be
-    written keeps nothing, which only delays ETL; a warning says so.
-    """
-    pipeline = snapshot.pipeline
-    limit = math.inf if pipeline.transactions is None else pipeline.transactions.limit
-    for pool, tables in _ordered_tables(snapshot).items():
-        ends = {topic: _ends(topic_ends.states.get(topic)) for topic in tables if topic not in topic_ends.problems}
-        try:
-            keep_reading(pipeline.lake, pool, Reading(began, ended, ends), pipeline.order_delay, limit)
-        except LakeError as error:
-            _log.warning("the ends of the topics of %s are not kept: %s", pool, error)
-
-
-def confirm_ends(pipeline: Pipeline, patience: float | None = None) -> Survey | None:
-    """Read the ends of the inputs again if they were read but once, ``order-delay`` after the first time. Waits for that long.
-
-    Returns the later ends, None if nothing was read. When the inputs are ingested up to the later ends, ETL transforms every
-    record below the earlier ends. Without a source order, or with one stream alone, there is nothing to read.
-    """
-    snapshot = Snapshot(pipeline)
-    tables = _ordered_tables(snapshot)
-    states = [state for pool_tables in tables.values() for state in pool_tables.values()]
-    streams = sum(1 if state is None else len(state.next) for state in states)
-    if streams < 2 or all(state is None or state.domain is None for state in states):
-        return None
-    pool_readings = [read_readings(pipeline.lake, pool) for pool in tables]
-    if all(are_confirmed(readings, pipeline.order_delay) for readings in pool_readings):
-        return None
-    since = time.time() - max((readings[-1].ended for readings in pool_readings if readings), default=0.0)
-    time.sleep(max(0.0, min(pipeline.order_delay, pipeline.order_delay - since)))
-    return read_ends(pipeline, patience, snapshot)
-
-
-def _ordered_tables(snapshot: Snapshot) -> dict[str, dict[str, RawState | None]]:
-    """Raw pool → topic → table, of the inputs that have a source order, or may have one. The step that uses a table reports a
-    table that can't be opened."""
-    tables_by_pool: dict[str, dict[str, RawState | None]] = {}
-    for item in snapshot.pipeline.inputs:
-        try:
-            state = snapshot.raw(item.topic)
-        except LakeUnavailable:
-            return {}
-        except LakeError:
-            continue
-        if may_be_ordered(item, state):
-            tables_by_pool.setdefault(item.pool, {})[item.topic] = state
-    return tables_by_pool
-
-
-def _ends(state: TopicState | None) -> TopicEnds:
-    if state is None:
-        return TopicEnds(None)
-    ends = {part.partition: part.end for part in state.partitions}
-    return TopicEnds(state.topic_id, ends, frozenset(part.partition for part in state.partitions if part.is_open))
 
 
 def ingest_once(
@@ -326,28 +250,39 @@ def commit_etl(
 
 
 def _commit_staging(pipeline: Pipeline, log: Log, batch: EtlBatch) -> EtlCommit | None:
-    idle = batch.plan.nothing_to_do
-    refuse_moves(pipeline, batch.plan.pool, batch.plan.head)
+    plan, place = batch.plan, (pipeline.name, pipeline.lake, batch.plan.pool)
+    refuse_moves(pipeline, plan.pool, plan.head)
     # The edit of an idle pool is news once the next batch goes by the new rules.
-    report_changes(pipeline, batch.plan.pool, batch.plan.head, None if idle else log)
-    if not idle:
-        _refuse_older_copy(pipeline, batch.plan.pool)
-        return commit_staging(pipeline, batch)
-    # A view that was edited while nothing is new does not wait for the next record to be an error.
-    plan = batch.plan
-    check_definitions(with_known_names(pipeline, plan.pool, plan.raw, plan.state), plan.pool, plan.head)
-    return None
+    report_changes(pipeline, plan.pool, plan.head, None if plan.nothing_to_do else log)
+    if plan.nothing_to_do:
+        # A view that was edited while nothing is new does not wait for the next record to be an error.
+        check_definitions(with_known_names(pipeline, plan.pool, plan.raw, plan.state), plan.pool, plan.head)
+        return None
+    if plan.head.batch < _batches.get(place, math.inf):
+        _refuse_older_copy(pipeline, plan.pool)
+    commit = commit_staging(pipeline, batch)
+    _batches[place] = commit.batch
+    return commit
+
+
+_batches: dict[tuple[str, str, str], int] = {}
+"""Pipeline, lake, staging pool → the last batch of this process. A lower number is of a lake that came from an older copy."""
 
 
 def _refuse_older_copy(pipeline: Pipeline, pool: str) -> None:
     """LakeError if a target table has outputs that a staging pool lacks, since the lake came from an older copy. ETL might give
     their numbers to other outputs, which the table would lack for ever. A target that can't be asked tells nothing."""
-    plans: list[SinkPlan] = []
+    from zync_assets.sinks.plan import plan_sink, reset_command
+
+    commands: list[str] = []
     for sink in pipeline.sinks:
-        tables = [table for table in sink.tables if table.staged and table.pool == pool]
         with suppress(SinkError):
-            plans += [plan_sink(pipeline, sink, table, check=False) for table in tables]
-    if commands := [reset_command(plan) for plan in plans if plan.progress.origin == plan.origin and plan.is_ahead]:
+            for table in sink.tables:
+                if table.staged and table.pool == pool:
+                    plan = plan_sink(pipeline, sink, table, check=False)
+                    is_ahead = plan.progress.origin == plan.origin and plan.is_ahead
+                    commands += [reset_command(plan)] if is_ahead else []
+    if commands:
         raise LakeError(
             f"pool {pool}: target tables have outputs that staging lacks: it went back to an older version. Nothing was done. Put"
             f" the newer table back; or, to go on from what staging holds, load the target tables again: {'; '.join(commands)}"

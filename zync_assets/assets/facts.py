@@ -22,6 +22,7 @@ from zync_assets.checks import remote_checks
 from zync_assets.checks.remote_checks import sink_subject
 from zync_assets.errors import BrokerUnavailable, KafkaError, LeaderMissing, SetupError, TrustError, ZyncError
 from zync_assets.etl.plan import EtlPlan, plan_etl
+from zync_assets.etl.streams import keep_ends
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, plan_ingest
 from zync_assets.kafka.topics import survey
 from zync_assets.lake.check_results import Block, CheckResult
@@ -29,7 +30,6 @@ from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, key_of, keys_over
 from zync_assets.pipeline import Pipeline, Sink, SinkTable, pool_path, topic_path
 from zync_assets.publish.plan import PublishPlan, plan_publish, read_output_ends
-from zync_assets.runner import keep_ends
 from zync_assets.sinks.plan import SinkPlan
 from zync_assets.sinks.replay import Spot, late_spots
 from zync_assets.sinks.steps import planned

@@ -29,6 +29,7 @@ from zync_assets.checks.raw_checks import BLOCKING, raw_look
 from zync_assets.codecs.spark_types import spark_ddl
 from zync_assets.errors import KafkaError, LakeError, RangeUnknown
 from zync_assets.etl.plan import EtlBatch, EtlCommit, EtlPlan, RawSlice, plan_etl, read_raw
+from zync_assets.etl.streams import confirm_ends, read_ends
 from zync_assets.ingest.commit import RawCommit
 from zync_assets.ingest.plan import LEADER_SECONDS, IngestPlan, RawBatch, plan_ingest, read_input
 from zync_assets.ingest.source import TopicSource
@@ -40,7 +41,7 @@ from zync_assets.offsets import OffsetRange, format_key, intersection, key_of, n
 from zync_assets.pipeline import Input, Pipeline, SideFormat, pool_path, table_name
 from zync_assets.publish.commit import PublishCommit
 from zync_assets.publish.plan import OutputBatch
-from zync_assets.runner import commit_etl, confirm_ends, ingest_once, publish_once, read_ends, read_etl, read_output
+from zync_assets.runner import commit_etl, ingest_once, publish_once, read_etl, read_output
 from zync_assets.sinks.commit import WRITE_OUTCOME
 from zync_assets.sinks.plan import SinkBatch
 from zync_assets.sinks.steps import planned, read_sink, remedies, sink_table

@@ -1,10 +1,14 @@
-"""The streams of a staging pool's domains, from the raw tables and the kept readings, and what an ETL batch takes of them.
+"""The streams of a staging pool's domains, from the raw tables and the kept readings, and what an ETL batch takes of them. And
+the readings of the topics' ends.
 
 The I/O around ``lake.sequence``. An input without a source order keeps the order of time, and belongs to no domain.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +16,7 @@ from functools import partial
 import numpy as np
 
 from zync_assets.codecs.arrays import pc
+from zync_assets.errors import LakeError, LakeUnavailable
 from zync_assets.etl.transaction_records import (
     TransactionFrontier,
     TransactionStreams,
@@ -20,16 +25,29 @@ from zync_assets.etl.transaction_records import (
 )
 from zync_assets.etl.transactions import OpenTransaction
 from zync_assets.ingest.order import has_orders
+from zync_assets.kafka.topics import Survey, TopicState, survey
 from zync_assets.lake import raw, storage
 from zync_assets.lake.head import Head, Late, TransactionPosition
 from zync_assets.lake.log import DataFile, Order
 from zync_assets.lake.parquet_rows import RecentCache
 from zync_assets.lake.raw import ORDER, RawState
 from zync_assets.lake.raw_files import LOWEST, ORDER_TYPE
-from zync_assets.lake.readings import Frontier, Reading, confirmed_orders, frontier, read_readings
+from zync_assets.lake.readings import (
+    Frontier,
+    Reading,
+    TopicEnds,
+    are_confirmed,
+    confirmed_orders,
+    frontier,
+    keep_reading,
+    read_readings,
+)
 from zync_assets.lake.sequence import Ends, File, Orders, ReadOrders, Stream, batch_of, highest_below, late_offsets
+from zync_assets.lake.snapshot import Snapshot
 from zync_assets.offsets import OffsetRange, new_ranges
 from zync_assets.pipeline import Input, Pipeline
+
+_log = logging.getLogger(__name__)
 
 States = Mapping[str, RawState | None]
 """Input topic → the state of its raw table, None before the first ingest."""
@@ -229,3 +247,73 @@ def _orders_of(states: States, stream: Stream, item: File) -> Orders:
     file_orders = Orders(offsets, *columns)
     _orders.put(uri, file_orders, len(offsets))
     return file_orders
+
+
+def read_ends(pipeline: Pipeline, patience: float | None = None, snapshot: Snapshot | None = None) -> Survey:
+    """Read the ends of all inputs together, before any of them is ingested, and keep them in the lake.
+
+    ``snapshot``: the raw tables, where they are open. Raises BrokerUnavailable and TrustError.
+    """
+    began = time.time()
+    topic_ends = survey(pipeline.kafka, [item.topic for item in pipeline.inputs], patience=patience)
+    keep_ends(snapshot or Snapshot(pipeline), topic_ends, began, time.time())
+    return topic_ends
+
+
+def keep_ends(snapshot: Snapshot, topic_ends: Survey, began: float, ended: float) -> None:
+    """Keep the ends of the inputs that have a source order, or may have one.
+
+    ``began``, ``ended``: the times around the request for ``topic_ends``, in seconds since the epoch. A lake that can't be
+    written keeps nothing, which only delays ETL; a warning says so.
+    """
+    pipeline = snapshot.pipeline
+    limit = math.inf if pipeline.transactions is None else pipeline.transactions.limit
+    for pool, tables in _ordered_tables(snapshot).items():
+        ends = {topic: _ends(topic_ends.states.get(topic)) for topic in tables if topic not in topic_ends.problems}
+        try:
+            keep_reading(pipeline.lake, pool, Reading(began, ended, ends), pipeline.order_delay, limit)
+        except LakeError as error:
+            _log.warning("the ends of the topics of %s are not kept: %s", pool, error)
+
+
+def confirm_ends(pipeline: Pipeline, patience: float | None = None) -> Survey | None:
+    """Read the ends of the inputs again if they were read but once, ``order-delay`` after the first time. Waits for that long.
+
+    Returns the later ends, None if nothing was read. When the inputs are ingested up to the later ends, ETL transforms every
+    record below the earlier ends. Without a source order, or with one stream alone, there is nothing to read.
+    """
+    snapshot = Snapshot(pipeline)
+    tables = _ordered_tables(snapshot)
+    states = [state for pool_tables in tables.values() for state in pool_tables.values()]
+    streams = sum(1 if state is None else len(state.next) for state in states)
+    if streams < 2 or all(state is None or state.domain is None for state in states):
+        return None
+    pool_readings = [read_readings(pipeline.lake, pool) for pool in tables]
+    if all(are_confirmed(readings, pipeline.order_delay) for readings in pool_readings):
+        return None
+    since = time.time() - max((readings[-1].ended for readings in pool_readings if readings), default=0.0)
+    time.sleep(max(0.0, min(pipeline.order_delay, pipeline.order_delay - since)))
+    return read_ends(pipeline, patience, snapshot)
+
+
+def _ordered_tables(snapshot: Snapshot) -> dict[str, dict[str, RawState | None]]:
+    """Raw pool → topic → table, of the inputs that have a source order, or may have one. The step that uses a table reports a
+    table that can't be opened."""
+    tables_by_pool: dict[str, dict[str, RawState | None]] = {}
+    for item in snapshot.pipeline.inputs:
+        try:
+            state = snapshot.raw(item.topic)
+        except LakeUnavailable:
+            return {}
+        except LakeError:
+            continue
+        if may_be_ordered(item, state):
+            tables_by_pool.setdefault(item.pool, {})[item.topic] = state
+    return tables_by_pool
+
+
+def _ends(state: TopicState | None) -> TopicEnds:
+    if state is None:
+        return TopicEnds(None)
+    ends = {part.partition: part.end for part in state.partitions}
+    return TopicEnds(state.topic_id, ends, frozenset(part.partition for part in state.partitions if part.is_open))

@@ -17,12 +17,13 @@ import pytest
 from click.testing import CliRunner
 from confluent_kafka import Producer
 
-from zync_assets import runner
 from zync_assets.checks.output_checks import source_order
 from zync_assets.cli.main import main
 from zync_assets.etl import plan as etl_plan
+from zync_assets.etl import streams
 from zync_assets.etl.commit import commit_staging
 from zync_assets.etl.plan import plan_etl, read_raw, transform
+from zync_assets.etl.streams import read_ends
 from zync_assets.ingest.commit import commit_raw
 from zync_assets.ingest.plan import plan_ingest, read_input
 from zync_assets.kafka.topics import Survey
@@ -37,7 +38,7 @@ from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
 from zync_assets.pipeline import Pipeline, SourceOrder
 from zync_assets.pipeline_file import load
-from zync_assets.runner import etl_all, ingest_all, read_ends
+from zync_assets.runner import etl_all, ingest_all
 from zync_assets_tests.kafka.conftest import await_end
 from zync_assets_tests.lake.rows import file, records
 from zync_assets_tests.mini import Mini, mini
@@ -234,7 +235,7 @@ def test_a_record_that_comes_before_the_second_reading_of_the_ends_holds_no_reco
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``zync run --until-idle`` would otherwise end while records wait for the frontier."""
-    it, readings, survey = make(), list[int](), runner.survey
+    it, readings, survey = make(), list[int](), streams.survey
 
     def later(*arguments: Any, **options: Any) -> Survey:
         readings.append(len(readings))
@@ -242,7 +243,7 @@ def test_a_record_that_comes_before_the_second_reading_of_the_ends_holds_no_reco
             send(it, ("left", "c", 2, "b"), lsn=300)
         return survey(*arguments, **options)
 
-    monkeypatch.setattr(runner, "survey", later)
+    monkeypatch.setattr(streams, "survey", later)
     send(it, ("left", "c", 1, "a"), ("right", "c", 1, "new"))
     ingest(it)
     etl(it)
