@@ -193,7 +193,7 @@ def _content_problems(
             differs = _differs(counterpart["key"], records.column("key")) | _differs(
                 counterpart["value"], records.column("value")
             )
-            differs |= _header_differences(counterpart["headers"], records.column("headers"))
+            differs |= header_differences(counterpart["headers"], records.column("headers"))
             alike = alike_ids(outputs, schemas, publish_state)
             for at in np.flatnonzero(differs).tolist():
                 left, right = (
@@ -240,7 +240,7 @@ def _differs(left: pa.ChunkedArray, right: pa.ChunkedArray) -> np.ndarray:
     return ~np.asarray(pc.or_(equal, both_null).to_numpy(), dtype=bool)
 
 
-def _header_differences(headers: pa.Array | pa.ChunkedArray, other_headers: pa.Array | pa.ChunkedArray) -> np.ndarray:
+def header_differences(headers: pa.Array | pa.ChunkedArray, other_headers: pa.Array | pa.ChunkedArray) -> np.ndarray:
     """A mask of the rows in which two columns of headers differ. No headers equal an empty list."""
     if headers.null_count == len(headers) and other_headers.null_count == len(other_headers):
         return np.zeros(len(headers), bool)

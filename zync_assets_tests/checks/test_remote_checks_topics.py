@@ -7,17 +7,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from confluent_kafka import Producer
 
-from zync_assets.checks.remote_checks import staging_equals_topic
+from zync_assets.checks.remote_checks import header_differences, staging_equals_topic
 from zync_assets.kafka.topics import create_topic, delete_topic, topic_state
 from zync_assets.lake import staging
 from zync_assets.lake.head import Head, OutputPosition
 from zync_assets.lake.log import DataFile
 from zync_assets.lake.publication import commit_publish_state, open_publish_state
+from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.lake.staging import BASE_SCHEMA
 from zync_assets.local.services import Services
 from zync_assets.offsets import OffsetRange
@@ -177,3 +179,9 @@ def test_staging_that_lost_a_file(pipeline: Pipeline) -> None:
     found = staging_equals_topic(pipeline, topic)
     assert not found.passed
     assert "rows.parquet can't be read: " in found.summary and "No such file" in found.summary
+
+
+def test_no_headers_and_none_are_one() -> None:
+    some = pa.array([[], None, [{"key": "a", "value": b""}], [{"key": "a", "value": None}]], HEADERS_TYPE)
+    other = pa.array([None, [], [{"key": "a", "value": b""}], [{"key": "a", "value": b""}]], HEADERS_TYPE)
+    assert np.flatnonzero(header_differences(some, other)).tolist() == [3]

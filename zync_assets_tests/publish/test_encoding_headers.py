@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from confluent_kafka import Producer
@@ -21,7 +20,7 @@ from zync_assets.kafka.zero_copy import HEADERS
 from zync_assets.lake.publication import commit_publish_state, open_publish_state
 from zync_assets.lake.raw_files import HEADERS_TYPE
 from zync_assets.local.services import Services
-from zync_assets.publish.encoding import MOST_SOURCES, header_differences, sent_headers
+from zync_assets.publish.encoding import MOST_SOURCES, sent_headers
 from zync_assets_tests.mini import BOTH, JOIN, Mini, mini, row
 
 if TYPE_CHECKING:
@@ -172,9 +171,3 @@ def test_the_headers_of_many_raw_records_name_the_last_and_count_the_others() ->
     assert made[1] == [b"1", b'{"more":5}', *texts[5:]]
     assert made[2] == texts[:MOST_SOURCES]
     assert made[3] == [b'{"more":1}', *texts[1 : MOST_SOURCES + 1]]
-
-
-def test_no_headers_and_none_are_one() -> None:
-    some = pa.array([[], None, [{"key": "a", "value": b""}], [{"key": "a", "value": None}]], HEADERS_TYPE)
-    other = pa.array([None, [], [{"key": "a", "value": b""}], [{"key": "a", "value": b""}]], HEADERS_TYPE)
-    assert np.flatnonzero(header_differences(some, other)).tolist() == [3]
