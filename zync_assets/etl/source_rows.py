@@ -251,7 +251,7 @@ class HeldRules:
 
 
 NO_HELD_RULES = HeldRules()
-FAILING_COLUMNS = ("row", "other_row", "ords")
+FAILING_COLUMNS = ("row", "other_row", "ords", "changes")
 """The columns of result rows about the source rows of a pair."""
 _NAMES = ("result", "place", "partition", "offset", "kind", "rule", "row", "hash", "exact")
 _RECORDS = pa.schema(
@@ -399,7 +399,8 @@ def failing_record(rule: Rule, place: Place, side: int, pair: Mapping[str, Any])
     row, order, failure = pair["other_row" if side else "row"], tuple(pair["ords"][side]), tuple(pair["ord"])
     if row is None or order >= failure:
         return None
-    return HeldRecord(place, rule.name, (rule.out, row), bool(pair["waited"] >> side & 1), order, True, failure=failure)
+    before, changes = (bool(pair[name] >> side & 1) for name in ("waited", "changes"))
+    return HeldRecord(place, rule.name, (rule.out, row), before, order, True, changes=changes, failure=failure)
 
 
 def held_rules(rules: Sequence[Rule]) -> HeldRules:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zync_assets.etl.account import Labels, Sources
-from zync_assets.etl.hold import decide
+from zync_assets.etl.hold import HeldRecord, decide
 from zync_assets.etl.ledger import NO_ENTRIES
 from zync_assets.etl.source_rows import (
     HeldRules,
     RowTimes,
+    failing_record,
     held_records,
     joined,
     plainly_waiting,
@@ -184,3 +186,14 @@ def test_a_small_batch_follows_the_decision_at_once() -> None:
     )
     times, records = RULES.report(Sources(batch), batch, 0)
     assert records is not None and RULES.settled(batch, times, records, LABELS) is None
+
+
+def test_a_delete_behind_a_change_that_fails_is_emitted() -> None:
+    """Both records of the pair, or the delete, may come from quarantine. An earlier batch may have emitted the row."""
+    rule: Any = SimpleNamespace(name="join", out="out")
+    pair = {"row": 1, "other_row": 2, "ords": [(3,), (9,)], "ord": (9,), "waited": 1, "changes": 1}
+    change = failing_record(rule, ("left", 0, 0), 0, pair)
+    assert change is not None and change.before and change.changes
+    delete = HeldRecord(("left", 0, 4), "delete", ("out", 1), True, (5,), False, ends=True)
+    assert decide([change, delete]).ended == set()
+    assert failing_record(rule, ("right", 0, 0), 1, pair) is None
