@@ -80,7 +80,10 @@ class View:
     where: str | None = None
     on_duplicate_key: str | None = None
     definition: str | None = None
-    """The definition by the names of the pipeline file, where the expressions have the lake's names (``view_definition``)."""
+    """The definition by the topic's first names of renamed fields, where the expressions have the lake's names
+    (``view_definition``)."""
+    file_definition: str = ""
+    """The definition by the names of the pipeline file. Pools of older versions have it."""
 
     def table(self, alias: str) -> ViewTable:
         """The table of an alias; KeyError if there is none."""
@@ -132,7 +135,7 @@ class View:
 def view_definition(view: View, *rest: object) -> str:
     """The definition of a view as JSON: all that its result depends on. ``rest``: key, value, headers and output of its rule."""
     definition = asdict(view)
-    del definition["definition"]
+    del definition["definition"], definition["file_definition"]
     for item in definition["tables"]:
         # As pools of older versions have it.
         if not item["by_time"]:

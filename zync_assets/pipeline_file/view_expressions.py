@@ -262,7 +262,11 @@ def with_names(rule: Rule, view: View, record_rewrites: Mapping[str, Rewrite], r
     tables = tuple(table_with_names(item, record_rewrites[item.alias]) for item in view.tables)
     definition = view_definition(view, rule.key, rule.value, rule.headers, rule.out)
     query = replace(view, tables=tables, joins=tuple(joins), where=where, on_duplicate_key=choice)
-    return replace(query, definition=view.definition or definition)
+    return replace(
+        query,
+        definition=view.definition or definition,
+        file_definition=view.file_definition or definition,
+    )
 
 
 def table_with_names(item: ViewTable, rewrite: Rewrite) -> ViewTable:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pyarrow as pa
 import pytest
 
-from zync_assets.codecs.fields import lake_type_of
+from zync_assets.codecs.fields import field_with_notes, lake_type_of
+from zync_assets.etl.views.tables import definition_of, has_changed
 from zync_assets.pipeline_file.expressions import SqlProblem
-from zync_assets.pipeline_file.references import in_lake_names
+from zync_assets.pipeline_file.references import in_lake_names, with_lake_names
+from zync_assets_tests.pipeline_file.problems import loaded
 
 ITEM = pa.struct([("Name", pa.string()), ("name", pa.string()), ("a b", pa.int32())])
 VALUE = pa.struct(
@@ -65,3 +71,28 @@ def test_a_name_that_may_be_two_fields_is_an_error(sql: str) -> None:
 
 def test_a_field_that_is_not_known_yet_has_the_name_that_it_will_have() -> None:
     assert in_lake_names("in.value.`a b` = in.value.c", {"in": None}) == "in.value.`a%20b` = in.value.c"
+
+
+VIEW = """
+inputs: [{topic: orders, pool: Raw, format: avro}]
+outputs: [{topic: out, pool: Staging, format: json, create: {}}]
+transforms:
+  - {name: states, type: view, tables: {o: orders}, from: o, key: {id: o.id}, value: {state: o.state}, out: out}
+"""
+
+
+@pytest.mark.parametrize(("other", "is_other_view"), [("o.state", False), ("o.status", False), ("o.id", True)])
+def test_a_view_of_an_older_version_is_known_by_the_names_in_the_file(
+    tmp_path: Path, other: str, is_other_view: bool
+) -> None:
+    def view(text: str, *names: str) -> Any:
+        status = field_with_notes("status", pa.string(), names)
+        raw: Any = SimpleNamespace(schema=pa.schema({"value": pa.struct([("id", pa.int64()), status])}))
+        return with_lake_names(loaded(tmp_path, text), {"orders": raw}, None).rules[0]
+
+    # Without a renamed field, the definition is the file's, as all definitions of older versions are.
+    stored, rule = definition_of(view(VIEW)), view(VIEW, "state")
+    for views in ({"states": stored}, {"states": definition_of(rule)}):
+        assert not has_changed(views, rule, [rule])
+    changed_rule = view(VIEW.replace("o.state", other), "state")
+    assert has_changed({"states": definition_of(rule)}, changed_rule, [changed_rule]) is is_other_view

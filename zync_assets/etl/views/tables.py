@@ -191,9 +191,9 @@ def _entry(views: Mapping[str, str], rule: Rule, rules: Iterable[Rule]) -> str |
     return next((text for text in former if text in _entries(rule)), former[0] if former else None)
 
 
-def _entries(rule: Rule) -> tuple[str, str]:
-    """The entries of a view whose definition is unchanged. Pools of older versions have the names of the lake."""
-    return definition_of(rule), lake_definition(rule)
+def _entries(rule: Rule) -> tuple[str, ...]:
+    """The entries of a view whose definition is unchanged. Pools of older versions have the names of the file or of the lake."""
+    return definition_of(rule), lake_definition(rule), rule.view.file_definition if rule.view is not None else ""
 
 
 def has_result(views: Mapping[str, str], rule: Rule, rules: Iterable[Rule]) -> bool:
