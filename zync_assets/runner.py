@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache, partial
+from threading import Event, Thread
 from typing import TypeVar
 
 from zync_assets.conflicts import Log, keep_errors, raise_first, retried
 from zync_assets.errors import (
     DataLoss,
     LakeError,
-    SinkError,
     SparkLost,
     TopicTruncated,
     ZyncError,
@@ -265,23 +264,37 @@ def _commit_staging(pipeline: Pipeline, log: Log, batch: EtlBatch) -> EtlCommit 
     return commit
 
 
+ASK_SECONDS = 20.0
+"""How long ETL waits for the targets together."""
 _batches: dict[tuple[str, str, str], int] = {}
 """Pipeline, lake, staging pool → the last batch of this process. A lower number is of a lake that came from an older copy."""
 
 
 def _refuse_older_copy(pipeline: Pipeline, pool: str) -> None:
     """LakeError if a target table has outputs that a staging pool lacks, since the lake came from an older copy. ETL might give
-    their numbers to other outputs, which the table would lack for ever. A target that can't be asked tells nothing."""
+    their numbers to other outputs, which the table would lack for ever. A target that can't be asked tells nothing. ETL does
+    not wait for a frozen one, nor for those behind it."""
     from zync_assets.sinks.plan import plan_sink, reset_command
 
-    commands: list[str] = []
-    for sink in pipeline.sinks:
-        with suppress(SinkError):
-            for table in sink.tables:
-                if table.staged and table.pool == pool:
-                    plan = plan_sink(pipeline, sink, table, check=False)
-                    is_ahead = plan.progress.origin == plan.origin and plan.is_ahead
-                    commands += [reset_command(plan)] if is_ahead else []
+    places = [(sink, table) for sink in pipeline.sinks for table in sink.tables if table.staged and table.pool == pool]
+    commands, silent, is_over = list[str](), set[str](), Event()
+
+    def ask() -> None:
+        for sink, table in places:
+            try:
+                plan = None if sink.name in silent else plan_sink(pipeline, sink, table, check=False)
+            except ZyncError:
+                silent.add(sink.name)
+                continue
+            if is_over.is_set():
+                return
+            if plan is not None and plan.progress.origin == plan.origin and plan.is_ahead:
+                commands.append(reset_command(plan))
+
+    asker = Thread(target=ask, name="zync-older-copy", daemon=True)
+    asker.start()
+    asker.join(ASK_SECONDS)
+    is_over.set()
     if commands:
         raise LakeError(
             f"pool {pool}: target tables have outputs that staging lacks: it went back to an older version. Nothing was done. Put"

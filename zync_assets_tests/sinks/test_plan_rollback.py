@@ -6,13 +6,16 @@ import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING
 
 import pytest
 
+from zync_assets import runner
 from zync_assets.errors import LakeError
 from zync_assets.lake import tables
 from zync_assets.local.services import Services
+from zync_assets.sinks import plan
 from zync_assets.sinks.steps import reset_sink, sink_all
 from zync_assets_tests.mini import BOTH, Mini, mini, row
 
@@ -77,6 +80,20 @@ def test_etl_goes_on_while_a_target_is_away(
     it.send(it.left, row(0, "l0"))
     it.step()
     assert [value["v"] for value in it.values()] == ["l0"]
+
+
+def test_etl_does_not_wait_for_a_frozen_target(
+    services: Services, spark: SparkSession, tmp_path: Path, unique: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it, answer = mini(services, spark, tmp_path, unique, BOTH + TEXT), Event()
+    monkeypatch.setattr(runner, "ASK_SECONDS", 0.1)
+    monkeypatch.setattr(plan, "progress_of", lambda *_: answer.wait(60))
+    it.send(it.left, row(0, "l0"))
+    it.step()
+    assert [value["v"] for value in it.values()] == ["l0"]
+    assert not answer.is_set()
+    monkeypatch.undo()
+    answer.set()
 
 
 def test_a_table_whose_topic_the_older_copy_does_not_have(
