@@ -296,7 +296,7 @@ class ClickhouseTarget(SqlTarget):
         connection.execute(sa.insert(POSITIONS), marks)
         name, schema = named(merge.spec)
         full = ".".join(quote_identifier(item) for item in (schema, name) if item)
-        connection.exec_driver_sql(f"TRUNCATE TABLE {full}")
+        connection.exec_driver_sql(f"TRUNCATE TABLE IF EXISTS {full}")
         crash_point("sink:emptied")
         for table, place in [(table, place) for table in (QUARANTINE, POSITIONS) for place in merge.cleared]:
             connection.execute(sa.delete(table).where(*at_place(table, place), table.c.partition != _EMPTIED))

@@ -234,13 +234,12 @@ class SqlTarget(Target):
             # 1. Nobody else has written since the batch was planned.
             self._lock_positions(connection, merge)
             # 2. The data, one load table after the other: no key is in two of them.
-            table = self._reflect_table(connection, merge.spec) if merge.loads or merge.clear else None
-            if merge.clear or any(load.removes for load in merge.loads):
+            is_there = not merge.clear or sa.inspect(connection).has_table(*named(merge.spec))
+            table = self._reflect_table(connection, merge.spec) if merge.loads or (merge.clear and is_there) else None
+            if table is not None and (merge.clear or any(load.removes for load in merge.loads)):
                 sql_types.refuse_cascades(merge.spec.name, self.cascades(connection, merge.spec))
             if merge.clear and table is not None:
                 self.delete(connection, table)
-                for place in merge.cleared:
-                    self.delete(connection, QUARANTINE, *at_place(QUARANTINE, place))
                 crash_point("sink:emptied")
             for number, load in enumerate(merge.loads):
                 assert table is not None
@@ -388,6 +387,7 @@ class SqlTarget(Target):
         if merge.clear:
             for place in merge.cleared:
                 self.delete(connection, POSITIONS, *at_place(POSITIONS, place))
+                self.delete(connection, QUARANTINE, *at_place(QUARANTINE, place))
             return
         query = self.lock(sa.select(POSITIONS).where(*at_place(POSITIONS, merge.place)))
         rows = {row["partition"]: row for row in connection.execute(query).mappings()}
