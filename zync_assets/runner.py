@@ -283,7 +283,8 @@ def _refuse_older_copy(pipeline: Pipeline, pool: str) -> None:
         for sink, table in places:
             try:
                 plan = None if sink.name in silent else plan_sink(pipeline, sink, table, check=False)
-            except ZyncError:
+            except Exception:
+                # A user's own class may raise anything.
                 silent.add(sink.name)
                 continue
             if is_over.is_set():
