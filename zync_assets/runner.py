@@ -272,11 +272,13 @@ _batches: dict[tuple[str, str, str], int] = {}
 
 def _refuse_older_copy(pipeline: Pipeline, pool: str) -> None:
     """LakeError if a target table has outputs that a staging pool lacks, since the lake came from an older copy. ETL might give
-    their numbers to other outputs, which the table would lack for ever. A target that can't be asked tells nothing. ETL does
-    not wait for a frozen one, nor for those behind it."""
+    their numbers to other outputs, which the table would lack for ever. A target that can't be asked tells nothing. ETL waits
+    for no frozen target, and for no target behind it."""
+    places = [(sink, table) for sink in pipeline.sinks for table in sink.tables if table.staged and table.pool == pool]
+    if not places:
+        return
     from zync_assets.sinks.plan import plan_sink, reset_command
 
-    places = [(sink, table) for sink in pipeline.sinks for table in sink.tables if table.staged and table.pool == pool]
     commands, silent, is_over = list[str](), set[str](), Event()
 
     def ask() -> None:

@@ -1,5 +1,6 @@
-"""Fields that a rule or an input's shape names and that no record of its topic has had yet: the pipeline file may be there
-before the source has the column, or before the source renames it.
+"""Fields that a rule or an input's shape names and that no record of its topic has had yet.
+
+The pipeline file may be there before the source adds the column, or renames the column.
 
 Asked only where Spark can't resolve a name. The registry's newest schema of the topic says a field's type; a field that it lacks
 too is null. A field of the result that is nothing but such a field is left out of the records until the field has a type.

@@ -54,8 +54,8 @@ _log = logging.getLogger(__name__)
 def with_known_names(
     pipeline: Pipeline, pool: str, raw: Mapping[str, RawState | None], state: StagingState | None
 ) -> Pipeline:
-    """As ``with_lake_names``. Where a view seems to have another definition than its result, the registry tells the names that no
-    record has had: a field that a new schema renames is the same field."""
+    """As ``with_lake_names``. A view may seem to have another definition than its result, since a new schema renames a field that
+    no record has by the new name yet. The registry's newest schema then gives the names."""
     named = with_lake_names(pipeline, raw, state)
     if state is None or not _changed_views(named, pool, state.head):
         return named
