@@ -1,7 +1,8 @@
 """The checks of a staging pool, and all checks of a pipeline.
 
-The checks of a pool look at its account against raw and outputs, its numbering, records that are pending for long, and records
-that came too late for their place in the source's order.
+- Its account fits the raw tables and the outputs, and the numbering of the outputs has no gap.
+- No record is pending for long.
+- No record came too late for its place in the source's order.
 """
 
 from __future__ import annotations
@@ -17,13 +18,7 @@ from zync_assets.audit.guard import contiguous_output_offsets, exactly_once_done
 from zync_assets.checks import raw_checks
 from zync_assets.checks.remote_checks import reachable, sink_results, staging_equals_topic
 from zync_assets.conflicts import EVERYWHERE, PASSING, raise_first
-from zync_assets.errors import (
-    LakeError,
-    LeaderMissing,
-    TableDamaged,
-    TopicMissing,
-    ZyncError,
-)
+from zync_assets.errors import LakeError, LeaderMissing, TableDamaged, TopicMissing, ZyncError
 from zync_assets.lake.check_results import CheckResult, Number, conclude, keep_accepted
 from zync_assets.lake.parquet_rows import DamagedFile
 from zync_assets.lake.snapshot import Snapshot

@@ -5,7 +5,7 @@ finds no failure: after one record of a pair is removed, the other record may ma
 error texts. If an output of several records fails, the search removes the record that makes the expression fail alone. If there
 is no such record, the search removes the record that completed the output. Of the failing pairs of a join key, a job counts the
 first pair, because its removal changes the later pairs. The pairs of a held output count once the search knows which records
-end with their source row (``result_checks.decided_hold``). The choice of records then does not depend on the cut of the batches.
+end with their source row (``Attempt.decide_hold``). The choice of records then does not depend on the cut of the batches.
 
 A record that overflows Java's stack fails the search too. ``OverflowSearch`` finds the record, and the search goes on without it.
 """
@@ -260,7 +260,7 @@ class _Search:
         known_places = {*self.found}
         self.undecided = frozenset()
         if self.decides:
-            self.attempt.pending.hold = replace(self.attempt, failures=self._failures()).decided_hold()
+            replace(self.attempt, failures=self._failures()).decide_hold()
         if self.only is None or self.only:
             self._run_without(self.overflow.outputs(), self._failing_outputs)
         if len(self.found) == len(known_places) and not self.undecided:
@@ -310,7 +310,7 @@ class _Search:
         rows = self._rows(self._failing_sides)
         if "failed" not in rows.columns:
             return
-        names = ["rule", "failed", "last", "blamed", "source", "ord", "pair_key", "pair_rank", "waited"]
+        names = ["rule", "failed", "last", "blamed", "source", "ord", "pair_key", "pair_rank"]
         names += FAILING_COLUMNS if self.transform.held else ()
         rows = rows.where("failed IS NOT NULL").select(names).limit(failures.MOST_FAILURES + 1)
         for row in self._counted(rows.collect()):

@@ -101,23 +101,21 @@ def decide(records: Iterable[HeldRecord]) -> Decision:
     old_records = sorted(
         (item for item in all_records if item.before), key=lambda item: item.sequence or item.place[1:]
     )
-    new_records = sorted((item for item in all_records if not item.before), key=lambda item: item.order or ())
-    failures = [(item.failure, item) for item in (*old_records, *new_records) if item.failure is not None]
-    failures.sort(key=lambda failure: failure[0])
+    arrivals = [(item.order or (), True, item) for item in all_records if not item.before]
+    failures = [(item.failure, False, item) for item in all_records if item.failure is not None]
+    # At one order, a failing record leaves its row before the counterpart arrives.
+    turns = sorted([*failures, *arrivals], key=lambda turn: (*turn[:2], turn[2].order or ()))
     repaired_hashes: set[int] = set()
     """The hashes of join keys whose records Spark pairs in another way, since a record of theirs ended."""
     while True:
         rows = _Rows(repaired_hashes)
         for item in old_records:
             rows.add(item)
-        at = 0
-        for item in new_records:
-            while at < len(failures) and failures[at][0] <= (item.order or ()):
-                rows.leave(failures[at][1])
-                at += 1
-            rows.add(item)
-        for _, item in failures[at:]:
-            rows.leave(item)
+        for _, arrives, item in turns:
+            if arrives:
+                rows.add(item)
+            else:
+                rows.leave(item)
         if rows.ended_hashes <= repaired_hashes:
             return rows.decision()
         repaired_hashes |= rows.ended_hashes

@@ -128,9 +128,9 @@ class Attempt:
         event_views = None if self.views is None else replace(self.views, rows=())
         return result_rows(self.transform, self.pending, self.failures, columns, event_views, only).frame
 
-    def decided_hold(self) -> Hold:
-        """The decision on the source rows of the batch, without a look at the outputs of pairs. An output that fails is no
-        tombstone. With the settings of a search. ``pending.hold`` becomes the decision."""
+    def decide_hold(self) -> None:
+        """Set ``pending.hold`` to the decision on the source rows of the batch, without a look at the outputs of pairs. An output
+        that fails is no tombstone. With the settings of a search."""
         pending = self.pending
         pending.hold = NO_HOLD
         for _ in range(_DECISIONS):
@@ -143,7 +143,6 @@ class Attempt:
                 pending.hold = error.hold
             finally:
                 results.release()
-        return pending.hold
 
 
 def first_unsent(attempt: Attempt, unsent: Mapping[failures.Place, Failure]) -> dict[failures.Place, Failure]:

@@ -251,7 +251,7 @@ class HeldRules:
 
 
 NO_HELD_RULES = HeldRules()
-FAILING_COLUMNS = ("row", "other_row", "ords", "changes")
+FAILING_COLUMNS = ("row", "other_row", "ords", "changes", "waited")
 """The columns of result rows about the source rows of a pair."""
 _NAMES = ("result", "place", "partition", "offset", "kind", "rule", "row", "hash", "exact")
 _RECORDS = pa.schema(
@@ -394,7 +394,7 @@ def held_records(
 def failing_record(rule: Rule, place: Place, side: int, pair: Mapping[str, Any]) -> HeldRecord | None:
     """A record on which a pair of a held output fails, as ``hold.decide`` needs it. None if the record did not wait.
 
-    ``side``: the index of the record in the pair. ``pair``: a result row with ord, waited, and FAILING_COLUMNS.
+    ``side``: the index of the record in the pair. ``pair``: a result row with ord and FAILING_COLUMNS.
     """
     row, order, failure = pair["other_row" if side else "row"], tuple(pair["ords"][side]), tuple(pair["ord"])
     if row is None or order >= failure:

@@ -234,8 +234,8 @@ class SqlTarget(Target):
             # 1. Nobody else has written since the batch was planned.
             self._lock_positions(connection, merge)
             # 2. The data, one load table after the other: no key is in two of them.
-            is_there = not merge.clear or sa.inspect(connection).has_table(*named(merge.spec))
-            table = self._reflect_table(connection, merge.spec) if merge.loads or (merge.clear and is_there) else None
+            is_there = merge.clear and sa.inspect(connection).has_table(*named(merge.spec))
+            table = self._reflect_table(connection, merge.spec) if merge.loads or is_there else None
             if table is not None and (merge.clear or any(load.removes for load in merge.loads)):
                 sql_types.refuse_cascades(merge.spec.name, self.cascades(connection, merge.spec))
             if merge.clear and table is not None:

@@ -13,7 +13,7 @@ from zync_assets.cli.main import main
 from zync_assets.errors import EtlError, FieldMissing
 from zync_assets.local.services import Services
 from zync_assets.runner import etl_all, rebuild_all
-from zync_assets_tests.etl.views.test_tables import LINE, ORDER, Topics, schema
+from zync_assets_tests.etl.views.test_tables import AVRO, LINE, ORDER, Topics, schema
 from zync_assets_tests.mini import Mini, make_pipeline, mini_of
 
 if TYPE_CHECKING:
@@ -115,12 +115,9 @@ def test_a_trace_finds_the_rows_of_a_view_by_a_name_that_no_record_has_had(topic
     assert [json.loads(line)["role"] for line in said.splitlines()][-2:] == ["row o", "row l"], said
 
 
-LOOKUP = """
-inputs:
-  - {{topic: {left}, pool: Raw, format: avro}}
-  - {{topic: {right}, pool: Raw, format: avro}}
-outputs:
-  - {{topic: {out}, pool: Staging, format: json, create: {{}}}}
+LOOKUP = (
+    AVRO.partition("transforms:")[0]
+    + """
 transforms:
   - type: stateless
     in: {right}
@@ -129,6 +126,7 @@ transforms:
     value: {{id: in.value.id, state: c.state}}
     out: {out}
 """
+)
 
 
 def test_a_look_up_names_a_renamed_field_before_a_record_with_the_name(
